@@ -45,7 +45,9 @@ def optimizers(matrices: Any, params: Any) -> dict[str, Any]:
     """Those that are compared, by name."""
     spec = optax.contrib.MuonDimensionNumbers(-2, -1)
     numbers = jax.tree.map(lambda x: spec if x.ndim > 2 else None, params)
-    muon = functools.partial(jm.muon, 0.02, matrices=matrices)
+    adamw = optax.adamw(3e-4, b2=0.95, weight_decay=0.0)
+    given = {"matrices": {} if matrices is None else matrices, "adamw": adamw}
+    muon = functools.partial(jm.muon, 0.02, **given)
     int8 = muon(mu_dtype="int8")
     return {
         "optax.adamw": optax.adamw(3e-4),

@@ -80,6 +80,6 @@ def make_optimizer(
         tx = jm.partition(groups, matrices)
     else:
         more = {"adamw": rest, "matrices": matrices, "dtype": "float32"}
-        tx = RECIPES[name](rate, momentum, **decay, **more)
+        tx = RECIPES[name](rate, momentum=momentum, **decay, **more)
     tx = optax.chain(tx, jm.scale_by_path({"embed*": embedding_factor}))
     return tx if qk_clip is None else optax.chain(tx, jm.clip_qk(qk_clip))

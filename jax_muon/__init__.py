@@ -18,6 +18,7 @@ from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.recipes import moonlight, muon, muonh, nanochat, normuon, teon
 from jax_muon.tools.describe import describe
 from jax_muon.tools.verify import verify
+from jax_muon.transforms.adamw import adamw
 from jax_muon.transforms.hyperball import hyperball
 from jax_muon.transforms.keep_residual import keep_residual
 from jax_muon.transforms.momentum import nesterov
@@ -42,6 +43,7 @@ __all__ = [
     "PolarExpress",
     "Split",
     "abstract_state",
+    "adamw",
     "add_cautious_decayed_weights",
     "clip_qk",
     "describe",

@@ -22,7 +22,7 @@ Group: TypeAlias = (
 
 
 def partition(
-    groups: Mapping[str, Group], matrices: Reader = None
+    groups: Mapping[str, Group], matrices: Reader
 ) -> optax.GradientTransformationExtraArgs:
     """Combine transforms by the labels of one reading of the tree.
 
@@ -30,11 +30,10 @@ def partition(
       groups: label to an optax transform, or to a function that returns one for the
         `Matrices` of its parameters, to pass on to the pieces.
       matrices: which parameters are matrices: what
-        `jax_muon.find_matrices(params, loss_fn, batch)` returns; a function of the
-        parameters' shapes that returns one, for optimizers that are built before
-        them; or a mapping of path patterns to labels,
-        such as {"embed": "adamw", "*": "muon"}. Without it a tree that may have
-        matrices is an error.
+        `jax_muon.find_matrices(params, loss_fn, batch)` returns; its `rules`, such as
+        {"embed": "adamw", "*": "muon"}, or a tree of labels or of
+        `optax.contrib.MuonDimensionNumbers`; or, for an optimizer that is built before
+        the parameters, a function of their shapes that returns one of these.
 
     Returns:
       A transform with the state of `optax.partition`. Gradients that are narrower than
@@ -42,11 +41,16 @@ def partition(
 
     Raises:
       ValueError: a group is neither a transform nor a function.
+      ValueError: at init, no parameter has the label of a group, unless it is "muon" or
+        "adamw".
       ValueError: at init and update, a label has no group, or a group of matrices has
-        a parameter that is none; the message has its path and shape.
+        a parameter that is none; the message has its path.
+      ValueError: the parameters are one flat vector.
       ValueError: gradients or state have other shapes than the parameters.
       ValueError: raised by `find_matrices`.
       KeyError: a parameter that was not read.
+      UserWarning: at init, no parameter is a matrix, or a transform keeps its state in
+        float16.
 
     Examples:
       >>> def muon(matrices):
@@ -67,9 +71,14 @@ def partition(
     read_tree = reader(matrices)
 
     def build(tree: Any, at_init: bool = False) -> Any:
-        whole = read_tree(tree)
-        labelled = _of_tree(whole, tree)
-        if at_init and MUON in groups and {x.label for x in whole.values()} == {ADAMW}:
+        checks.no_vector(tree)
+        labelled = _of_tree(read_tree(tree), tree)
+        _check_labels(labelled, groups, at_init)
+        if (
+            at_init
+            and MUON in groups
+            and {x.label for x in labelled.values()} == {ADAMW}
+        ):
             warnings.warn(
                 f"no parameter is a matrix: all have the label {ADAMW!r}, and get the "
                 "optimizer that is adamw= of a recipe",
@@ -84,7 +93,11 @@ def partition(
 
     def init_fn(params: optax.Params) -> Any:
         params = checks.arrays("params", params)
-        return build(params, at_init=True).init(params)
+        state = build(params, at_init=True).init(params)
+        for label, group in groups.items():
+            if not callable(group):
+                _warn_of_float16(label, state.inner_states[label])
+        return state
 
     def update_fn(
         updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
@@ -96,7 +109,9 @@ def partition(
         try:
             stepped, new = tx.update(updates, state, params, **extra_args)
         except (AttributeError, KeyError, TypeError, ValueError):
-            checks.state(state, jax.eval_shape(tx.init, like))
+            right = jax.eval_shape(tx.init, like)
+            checks.state(state, right)
+            checks.not_dicts(state, right)
             raise
         checks.state(state, new)  # transforms may broadcast one of another shape
         checks.alike("update", stepped, "gradient", updates)
@@ -126,6 +141,40 @@ def _of_tree(whole: Matrices, tree: Any) -> Matrices:
                 "expected another label, such as 'frozen' with optax.set_to_zero()"
             )
     return dataclasses.replace(whole, parameters=parameters)
+
+
+def _check_labels(
+    matrices: Matrices, groups: Mapping[str, Group], at_init: bool
+) -> None:
+    """Every parameter needs a transform, and every group a parameter."""
+    labels: dict[str, list[str]] = {}
+    for path, parameter in matrices.items():
+        labels.setdefault(parameter.label, []).append(path)
+    for label, paths in labels.items():
+        if label not in groups:
+            some, more = ", ".join(paths[:20]), len(paths) - 20
+            some += f" and {more} more" if more > 0 else ""
+            how = "jax_muon.adamw(3e-3), as adamw= of a recipe or in groups"
+            how = how if label == ADAMW else f"one in groups, or one of {[*groups]}"
+            raise ValueError(
+                f"no transform for the label {label!r} of {some}; expected {how}"
+            )
+    unused = groups.keys() - labels.keys() - {MUON, ADAMW}
+    if at_init and labels and unused:
+        checks.refuse("labels of groups", sorted(unused), f"labels of {[*labels]}")
+
+
+def _warn_of_float16(label: str, state: Any) -> None:
+    """A transform that keeps float16 is mostly AdamW, and NaN after a zero gradient."""
+    for path, x in trees.leaves_with_paths(state):
+        if x.dtype == jnp.float16:
+            warnings.warn(
+                f"the transform for {label!r} keeps {path!r} in float16, where AdamW's "
+                "eps of 1e-8 is 0 and a gradient of 0 gives NaN; use jax_muon.adamw, "
+                "or jax_muon.keep_residual(tx) around the optimizer",
+                stacklevel=3,
+            )
+            return
 
 
 def _for_tree(

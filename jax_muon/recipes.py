@@ -1,7 +1,6 @@
-"""Whole optimizers: each a chain of pieces for matrices, and AdamW for the rest.
+"""Whole optimizers: each a chain of transforms for matrices, and yours for the rest.
 
 A recipe is one call of `partition`; to change more than its arguments, copy its chain.
-Arguments mean the same in all recipes, and `nanochat` describes those that most share.
 
 With `jax_numpy_dtype_promotion="strict"` optax's Adam cannot be traced; pass another
 transform as `adamw`.
@@ -9,14 +8,14 @@ transform as `adamw`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import optax
 
-from jax_muon.base import checks
-from jax_muon.base.facts import note
+from jax_muon.base import checks, trees
 from jax_muon.matrices.find import Reader, reader
 from jax_muon.matrices.joins import with_joins
 from jax_muon.matrices.matrices import ADAMW, MUON, Matrices
@@ -24,7 +23,7 @@ from jax_muon.partition import Group, partition
 from jax_muon.polar import coefficients
 from jax_muon.polar.factors import NewtonSchulz
 from jax_muon.transforms.hyperball import hyperball
-from jax_muon.transforms.momentum import nesterov as ema  # an argument's name, too
+from jax_muon.transforms.momentum import nesterov as scale_by_momentum
 from jax_muon.transforms.orthogonalize import Polar, orthogonalize
 from jax_muon.transforms.scaling import (
     equilibrate_rows,
@@ -32,55 +31,83 @@ from jax_muon.transforms.scaling import (
     scale_by_normuon,
     scale_by_shape,
 )
-from jax_muon.transforms.weight_decay import add_cautious_decayed_weights
+from jax_muon.transforms.weight_decay import (
+    Mask,
+    add_cautious_decayed_weights,
+    add_decayed_weights,
+    check_mask,
+)
+
+# The transforms for matrices, given which weights decay and how parameters are read.
+Chain = Callable[[Mask, Matrices], optax.GradientTransformation]
 
 
 def nanochat(
-    learning_rate: optax.ScalarOrSchedule = 0.02,
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    matrices: Reader,
+    adamw: optax.GradientTransformation | None = None,
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.1,
-    *,
-    version: str = "2026-01",
+    weight_decay_mask: Mask = None,
     beta2: optax.ScalarOrSchedule | None = None,
     ns_steps: int | None = None,
-    dtype: jax.typing.DTypeLike = "bfloat16",
+    dtype: jax.typing.DTypeLike | None = None,
     polar: Polar | None = None,
+    version: str = "2026-01",
     mu_dtype: jax.typing.DTypeLike | None = None,
-    adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
-    matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """MuonAdamW of nanochat: Nesterov, Polar Express, NorMuon, cautious weight decay.
+    r"""nanochat's Muon: Nesterov, Polar Express, NorMuon, cautious weight decay.
+
+    With :math:`G` the gradient of a matrix :math:`W` (in, out) and :math:`M` an average
+    of gradients,
+
+    .. math::
+       M &\leftarrow M + (1 - \mu)(G - M) \\
+       X &= \mathrm{NorMuon}(\mathrm{polar}(G + \mu (M - G))) \\
+       W &\leftarrow W - \eta \max(1, \mathrm{out} / \mathrm{in})^{1/2} \,
+       (X + \lambda W [X W \ge 0])
 
     Args:
-      learning_rate: of the matrices, before the factor max(1, out/in)^0.5; a number or
-        an optax schedule, like every rate below. If `optax.adamw(lr)` is tuned for a
-        model, start with (lr * width)**0.5 / 40; see docs/rates.md.
-      momentum: of the matrices, an exponential average, in [0, 1).
-      weight_decay: of the matrices, times the learning rate, and here times the factor
-        of the shape. It is cautious; see `add_cautious_decayed_weights`.
-      version: "2026-01"; "2026-03", with a margin of 1.01 instead of 1.02 before the
-        polar factor, and beta2 0.9; or "2026-07", which also equilibrates the rows
-        before the polar factor (MuonEq) and sets its Frobenius norm (Muon+).
-      beta2: decay of NorMuon's mean squares, in [0, 1). None for 0.9, and for 0.95 in
-        "2026-01".
-      ns_steps: of the polar iteration, a Python integer; None for 5.
-      dtype: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
-      polar: instead of `ns_steps` and `dtype`, a polar factor as for `orthogonalize`.
-      mu_dtype: dtype of the momentum; None for the parameters'. See `nesterov`.
-      adamw: the optimizer of all other parameters: the one that trains your model now,
-        such as `optax.adamw(lr)`, or a learning rate for the recipe's own AdamW. None
-        is 3e-4, which no model was tuned for.
-      groups: transforms for further labels, such as {"frozen": optax.set_to_zero()}.
-      matrices: which parameters are matrices; see `partition`.
+      learning_rate: :math:`\eta` of the matrices, a number or a schedule. If
+        `optax.adamw(lr)` is tuned for a model, start with (lr * width)**0.5 / 40; see
+        docs/rates.md.
+      matrices: which parameters are matrices: what
+        `jax_muon.find_matrices(params, loss_fn, batch)` returns, or labels; see
+        `partition`.
+      adamw: the optimizer of all other parameters, any optax transform: the one that
+        trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
+        in `groups`.
+      momentum: decay of the average of gradients, in [0, 1), a number or a schedule.
+      weight_decay: of the matrices, at least 0, times the learning rate and the
+        factor of the shape, and only where the step shrinks a weight; a number
+        or a schedule.
+      weight_decay_mask: which matrices decay: a tree of True and False, of parameters
+        or modules, or a function of the parameters that returns it; None for all.
+      beta2: decay of NorMuon's mean squares of neurons, in [0, 1), a number or a
+        schedule; None for that of the version.
+      ns_steps: number of quintics of the polar factor, a Python integer; None for 5.
+      dtype: of the polar iteration; None for "bfloat16", fast on GPUs. "float32" is
+        exact.
+      polar: instead of these two, a polar factor as for `orthogonalize`, such as
+        `PolarExpress(8)`.
+      version: "2026-01": beta2 is 0.95, and norms before the polar factor get a margin
+        of 2 %. "2026-03": 0.9, and 1 %. "2026-07": the same, with rows scaled to one
+        norm before the polar factor (MuonEq), and its Frobenius norm set (Muon+).
+      mu_dtype: dtype in which the momentum is stored; None for the parameters'. See
+        `nesterov`.
+      groups: label to a transform, for labels other than "muon" and "adamw", such as
+        {"frozen": optax.set_to_zero()}.
 
     Raises:
-      ValueError: at once, a number out of range; at init and update, as `partition`.
+      ValueError: at once, a number out of range, `polar` beside `ns_steps` or `dtype`;
+        at init and update, as `partition`.
 
     Examples:
-      >>> params = {"up": jax.numpy.ones((4, 8)), "bias": jax.numpy.ones(8)}
+      >>> params = {"up": jnp.ones((4, 8)), "bias": jnp.ones(8)}
       >>> matrices = {"up": "muon"}  # or, by the loss, what jm.find_matrices returns
-      >>> tx = jm.nanochat(0.02, adamw=optax.adamw(3e-3), matrices=matrices)
+      >>> tx = jm.nanochat(0.02, matrices=matrices, adamw=optax.adamw(3e-3))
       >>> state = jax.jit(tx.init)(params)
 
     References:
@@ -93,191 +120,320 @@ def nanochat(
     settings = {"norm_factor": 1.02 if first else 1.01, "eps": 1e-6}
     polar = _polar(polar, ns_steps, dtype, coefficients.nanochat, **settings)
 
-    def chain(matrices: Matrices) -> optax.GradientTransformation:
+    def chain(mask: Mask, matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
-            ema(momentum, mu_dtype=mu_dtype),
+            scale_by_momentum(momentum, mu_dtype=mu_dtype),
             *([equilibrate_rows(matrices=matrices)] if last else []),
             orthogonalize(polar, matrices=matrices),
             *([normalize_frobenius(matrices=matrices)] if last else []),
             scale_by_normuon(decay, matrices=matrices),
-            add_cautious_decayed_weights(weight_decay),
+            add_cautious_decayed_weights(weight_decay, mask),
             scale_by_shape(matrices=matrices),
-            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
+            _descent(learning_rate),
         )
 
-    return _recipe(chain, _adamw(adamw, b1=0.8, b2=0.95, eps=1e-10), groups, matrices)
+    return _recipe(chain, weight_decay_mask, matrices, adamw, groups)
 
 
 def normuon(
-    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    matrices: Reader,
+    adamw: optax.GradientTransformation | None = None,
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.1,
-    *,
+    weight_decay_mask: Mask = None,
     beta2: optax.ScalarOrSchedule = 0.95,
     ns_steps: int | None = None,
-    dtype: jax.typing.DTypeLike = "bfloat16",
+    dtype: jax.typing.DTypeLike | None = None,
     polar: Polar | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
-    matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """NorMuon, arXiv 2510.05491: neurons normalized, and matrices to an RMS of 0.2.
+    r"""NorMuon, arXiv 2510.05491: neurons normalized, and matrices to an RMS of 0.2.
+
+    With :math:`G` the gradient of a matrix :math:`W` (in, out) and :math:`M` an average
+    of gradients,
+
+    .. math::
+       M &\leftarrow M + (1 - \mu)(G - M), \qquad
+       X = \mathrm{NorMuon}(\mathrm{polar}(M)) \\
+       W &\leftarrow W - \eta \left(0.2 \sqrt{\mathrm{in} \cdot \mathrm{out}} \,
+       \frac{X}{\|X\|_F} + \lambda W\right)
 
     Args:
-      learning_rate: of the matrices, before the factor 0.2 (in out)^0.5 / ||update||_F.
-        If `optax.adamw(lr)` is tuned for a model, start with lr**0.5 / 8.
-      beta2: of the mean squares of neurons, in [0, 1).
-      ...: all other arguments as in `nanochat`; its decay is not cautious.
+      learning_rate: :math:`\eta` of the matrices, a number or a schedule. If
+        `optax.adamw(lr)` is tuned for a model, start with lr**0.5 / 8.
+      matrices: which parameters are matrices: what
+        `jax_muon.find_matrices(params, loss_fn, batch)` returns, or labels; see
+        `partition`.
+      adamw: the optimizer of all other parameters, any optax transform: the one that
+        trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
+        in `groups`.
+      momentum: decay of the average of gradients, in [0, 1), a number or a schedule.
+      weight_decay: of the matrices, at least 0, times the learning rate; a number or a
+        schedule.
+      weight_decay_mask: which matrices decay: a tree of True and False, of parameters
+        or modules, or a function of the parameters that returns it; None for all.
+      beta2: decay of NorMuon's mean squares of neurons, in [0, 1), a number or a
+        schedule.
+      ns_steps: number of quintics of the polar factor, a Python integer; None for 5.
+      dtype: of the polar iteration; None for "bfloat16", fast on GPUs. "float32" is
+        exact.
+      polar: instead of these two, a polar factor as for `orthogonalize`, such as
+        `PolarExpress(8)`.
+      mu_dtype: dtype in which the momentum is stored; None for the parameters'. See
+        `nesterov`.
+      groups: label to a transform, for labels other than "muon" and "adamw", such as
+        {"frozen": optax.set_to_zero()}.
+
+    Raises:
+      ValueError: at once, a number out of range, `polar` beside `ns_steps` or `dtype`;
+        at init and update, as `partition`.
 
     Examples:
       >>> params = {"mlp": jnp.arange(8.0).reshape(2, 4)}
-      >>> tx = jm.normuon(1.0, 0.95, 0.0, dtype="float32", matrices={"mlp": "muon"})
+      >>> muon = {"mlp": "muon"}
+      >>> tx = jm.normuon(1.0, matrices=muon, weight_decay=0.0, dtype="float32")
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> round(float(jnp.sqrt(jnp.mean(updates["mlp"] ** 2))), 4)
       0.2
     """
 
-    def chain(matrices: Matrices) -> optax.GradientTransformation:
+    def chain(mask: Mask, matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
-            ema(momentum, nesterov=False, mu_dtype=mu_dtype),
+            scale_by_momentum(momentum, nesterov=False, mu_dtype=mu_dtype),
             orthogonalize(_polar(polar, ns_steps, dtype), matrices=matrices),
             # The paper adds 1e-8 to the root; here the root is at least 1e-8. The
             # default, 1e-5, would hold back neurons whose first updates are small.
             scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=matrices),
             normalize_frobenius(0.2, matrices=matrices),
-            _decay(weight_decay),
-            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
+            add_decayed_weights(weight_decay, mask),
+            _descent(learning_rate),
         )
 
-    return _recipe(chain, _adamw(adamw, b2=0.95), groups, matrices)
+    return _recipe(chain, weight_decay_mask, matrices, adamw, groups)
 
 
 def muon(
-    learning_rate: optax.ScalarOrSchedule = 0.02,
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    matrices: Reader,
+    adamw: optax.GradientTransformation | None = None,
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.0,
-    *,
+    weight_decay_mask: Mask = None,
     nesterov: bool = True,
     bias_correction: bool = False,
     adjust_lr_fn: str | Callable[[int, int], float] | None = "original",
     ns_steps: int | None = None,
-    dtype: jax.typing.DTypeLike = "bfloat16",
+    dtype: jax.typing.DTypeLike | None = None,
     polar: Polar | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
-    matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
+    r"""Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
 
-    See https://kellerjordan.github.io/posts/muon/. Start rates as for `nanochat`. With
-    equal settings, the mathematics of torch.optim.Muon.
+    With :math:`G` the gradient of a matrix :math:`W` (in, out), :math:`M` an average of
+    gradients, and :math:`r` the factor of `adjust_lr_fn`,
+
+    .. math::
+       M &\leftarrow M + (1 - \mu)(G - M) \\
+       W &\leftarrow W - \eta \, (r(\mathrm{in}, \mathrm{out}) \,
+       \mathrm{polar}(G + \mu (M - G)) + \lambda W)
+
+    With equal settings, the mathematics of `torch.optim.Muon`.
 
     Args:
-      learning_rate: of the matrices, before the factor of the shape.
-      weight_decay: of the matrices, decoupled: times the learning rate alone.
-      nesterov: True for Nesterov's look-ahead; see `nesterov`.
-      bias_correction: of the momentum, as in `optax.contrib.muon`; see `nesterov`.
-      adjust_lr_fn: the factor for the shape of a matrix; see `scale_by_shape`.
-      ...: all other arguments as in `nanochat`.
+      learning_rate: :math:`\eta` of the matrices, a number or a schedule. If
+        `optax.adamw(lr)` is tuned for a model, start with (lr * width)**0.5 / 40; see
+        docs/rates.md.
+      matrices: which parameters are matrices: what
+        `jax_muon.find_matrices(params, loss_fn, batch)` returns, or labels; see
+        `partition`.
+      adamw: the optimizer of all other parameters, any optax transform: the one that
+        trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
+        in `groups`.
+      momentum: decay of the average of gradients, in [0, 1), a number or a schedule.
+      weight_decay: of the matrices, at least 0, times the learning rate; a number or a
+        schedule.
+      weight_decay_mask: which matrices decay: a tree of True and False, of parameters
+        or modules, or a function of the parameters that returns it; None for all.
+      nesterov: False takes the polar factor of :math:`M`, without look-ahead.
+      bias_correction: divide the average by the sum of its weights, as
+        `optax.contrib.muon` does; see `nesterov`.
+      adjust_lr_fn: the factor of a shape: "original", max(1, out/in)^0.5;
+        "match_rms_adamw", 0.2 max(in, out)^0.5; "spectral_norm", (out/in)^0.5; None, 1;
+        or a function of (in, out).
+      ns_steps: number of quintics of the polar factor, a Python integer; None for 5.
+      dtype: of the polar iteration; None for "bfloat16", fast on GPUs. "float32" is
+        exact.
+      polar: instead of these two, a polar factor as for `orthogonalize`, such as
+        `PolarExpress(8)`.
+      mu_dtype: dtype in which the momentum is stored; None for the parameters'. See
+        `nesterov`.
+      groups: label to a transform, for labels other than "muon" and "adamw", such as
+        {"frozen": optax.set_to_zero()}.
+
+    Raises:
+      ValueError: at once, a number out of range, `polar` beside `ns_steps` or `dtype`;
+        at init and update, as `partition`.
 
     Examples:
-      >>> params = {"mlp": 3.0 * jnp.eye(2), "bias": jnp.ones(2)}
-      >>> tx = jm.muon(0.5, polar=jm.ExactPolar(), matrices={"*": "muon"})
+      >>> params = {"mlp": 3.0 * jnp.eye(2)}
+      >>> tx = jm.muon(0.5, matrices={"mlp": "muon"}, polar=jm.ExactPolar())
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> updates["mlp"].tolist()
       [[-0.5, -0.0], [-0.0, -0.5]]
+
+    References:
+      https://kellerjordan.github.io/posts/muon/
     """
     average = {"nesterov": nesterov, "bias_correction": bias_correction}
-
-    def chain(matrices: Matrices) -> optax.GradientTransformation:
-        return optax.chain(
-            ema(momentum, **average, mu_dtype=mu_dtype),
-            orthogonalize(_polar(polar, ns_steps, dtype), matrices=matrices),
-            scale_by_shape(adjust_lr_fn, matrices=matrices),
-            _decay(weight_decay),
-            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
-        )
-
-    return _recipe(chain, _adamw(adamw, b2=0.95, eps=1e-10), groups, matrices)
+    chain = _muon(
+        scale_by_momentum(momentum, **average, mu_dtype=mu_dtype),
+        _polar(polar, ns_steps, dtype),
+        adjust_lr_fn,
+        weight_decay,
+        learning_rate,
+    )
+    return _recipe(chain, weight_decay_mask, matrices, adamw, groups)
 
 
 def moonlight(
-    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    matrices: Reader,
+    adamw: optax.GradientTransformation | None = None,
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.1,
-    *,
+    weight_decay_mask: Mask = None,
     ns_steps: int | None = None,
-    dtype: jax.typing.DTypeLike = "bfloat16",
+    dtype: jax.typing.DTypeLike | None = None,
     polar: Polar | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
-    matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Moonlight's Muon, arXiv 2502.16982: `muon` with AdamW's update RMS of 0.2.
+    r"""Moonlight's Muon, arXiv 2502.16982: `muon` with AdamW's update RMS of 0.2.
+
+    With :math:`G` the gradient of a matrix :math:`W` (in, out) and :math:`M` an average
+    of gradients,
+
+    .. math::
+       M &\leftarrow M + (1 - \mu)(G - M) \\
+       W &\leftarrow W - \eta \, (0.2 \max(\mathrm{in}, \mathrm{out})^{1/2} \,
+       \mathrm{polar}(G + \mu (M - G)) + \lambda W)
+
+    The paper takes one learning rate and one weight decay for all parameters:
+    `adamw=jax_muon.adamw(lr, b2=0.95, weight_decay=0.1)`.
 
     Args:
-      learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5. Start as
-        for `normuon`.
-      adamw: None for AdamW with this learning rate and this weight decay; another rate
-        for AdamW with this weight decay; or a transform, which is used as it is.
-      ...: all other arguments as in `muon`.
+      learning_rate: :math:`\eta` of the matrices, a number or a schedule. If
+        `optax.adamw(lr)` is tuned for a model, start with lr**0.5 / 8.
+      matrices: which parameters are matrices: what
+        `jax_muon.find_matrices(params, loss_fn, batch)` returns, or labels; see
+        `partition`.
+      adamw: the optimizer of all other parameters, any optax transform: the one that
+        trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
+        in `groups`.
+      momentum: decay of the average of gradients, in [0, 1), a number or a schedule.
+      weight_decay: of the matrices, at least 0, times the learning rate; a number or a
+        schedule.
+      weight_decay_mask: which matrices decay: a tree of True and False, of parameters
+        or modules, or a function of the parameters that returns it; None for all.
+      ns_steps: number of quintics of the polar factor, a Python integer; None for 5.
+      dtype: of the polar iteration; None for "bfloat16", fast on GPUs. "float32" is
+        exact.
+      polar: instead of these two, a polar factor as for `orthogonalize`, such as
+        `PolarExpress(8)`.
+      mu_dtype: dtype in which the momentum is stored; None for the parameters'. See
+        `nesterov`.
+      groups: label to a transform, for labels other than "muon" and "adamw", such as
+        {"frozen": optax.set_to_zero()}.
+
+    Raises:
+      ValueError: at once, a number out of range, `polar` beside `ns_steps` or `dtype`;
+        at init and update, as `partition`.
 
     Examples:
       >>> params = {"mlp": jnp.eye(25)}
-      >>> tx = jm.moonlight(1e-3, polar=jm.ExactPolar(), matrices={"mlp": "muon"})
+      >>> tx = jm.moonlight(1e-3, matrices={"mlp": "muon"}, polar=jm.ExactPolar())
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> round(float(updates["mlp"][0, 0]), 6)  # 0.2 * 25**0.5 + 0.1 times the rate
       -0.0011
     """
-    rate = checks.rate("learning_rate", learning_rate) if adamw is None else adamw
-    return muon(
-        learning_rate,
-        momentum,
+    chain = _muon(
+        scale_by_momentum(momentum, mu_dtype=mu_dtype),
+        _polar(polar, ns_steps, dtype),
+        "match_rms_adamw",
         weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-        ns_steps=ns_steps,
-        dtype=dtype,
-        polar=polar,
-        mu_dtype=mu_dtype,
-        adamw=_adamw(rate, b2=0.95, weight_decay=weight_decay),
-        groups=groups,
-        matrices=matrices,
+        learning_rate,
     )
+    return _recipe(chain, weight_decay_mask, matrices, adamw, groups)
 
 
 def teon(
-    learning_rate: optax.ScalarOrSchedule = 0.02,
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    matrices: Reader,
+    adamw: optax.GradientTransformation | None = None,
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.0,
-    *,
+    weight_decay_mask: Mask = None,
     ns_steps: int | None = None,
-    dtype: jax.typing.DTypeLike = "bfloat16",
+    dtype: jax.typing.DTypeLike | None = None,
     polar: Polar | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
-    matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """TEON (arXiv 2601.23261): Muon on matrices that consecutive layers share.
+    r"""TEON (arXiv 2601.23261): Muon on matrices that consecutive layers share.
 
     Orthogonalizes the queries of two consecutive layers as one matrix; likewise keys,
     and values. All other matrices, and a last layer without a partner, get plain Muon.
+    With :math:`G` the gradient of a matrix (in, out) and
+    :math:`[M_1; M_2]` the averages of two layers joined to (2 in, out),
+
+    .. math::
+       M_i &\leftarrow M_i + (1 - \mu)(G_i - M_i), \qquad
+       [X_1; X_2] = \mathrm{polar}([M_1; M_2]) \\
+       W_i &\leftarrow W_i - \eta \, ((\mathrm{out} / \mathrm{in})^{1/2} X_i +
+       \lambda W_i)
+
     The polar factor is the Polar Express with the coefficients of arXiv 2505.16932.
 
     Args:
-      learning_rate: of the matrices, before the factor (out/in)^0.5.
-      matrices: without `joins`, queries, keys and values are joined two by two; an
-        error at init if the reading shows none of two layers.
-      ...: all other arguments as in `muon`.
+      learning_rate: :math:`\eta` of the matrices, a number or a schedule.
+      matrices: which parameters are matrices: what
+        `jax_muon.find_matrices(params, loss_fn, batch)` returns, or labels; see
+        `partition`. Without `joins`, queries, keys and values are joined two by two,
+        and a reading that shows none of two layers is an error at init.
+      adamw: the optimizer of all other parameters, any optax transform: the one that
+        trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
+        in `groups`.
+      momentum: decay of the average of gradients, in [0, 1), a number or a schedule.
+      weight_decay: of the matrices, at least 0, times the learning rate; a number or a
+        schedule.
+      weight_decay_mask: which matrices decay: a tree of True and False, of parameters
+        or modules, or a function of the parameters that returns it; None for all.
+      ns_steps: number of quintics of the polar factor, a Python integer; None for 5.
+      dtype: of the polar iteration; None for "bfloat16", fast on GPUs. "float32" is
+        exact.
+      polar: instead of these two, a polar factor as for `orthogonalize`, such as
+        `PolarExpress(8)`.
+      mu_dtype: dtype in which the momentum is stored; None for the parameters'. See
+        `nesterov`.
+      groups: label to a transform, for labels other than "muon" and "adamw", such as
+        {"frozen": optax.set_to_zero()}.
+
+    Raises:
+      ValueError: at once, a number out of range, `polar` beside `ns_steps` or `dtype`;
+        at init and update, as `partition`.
 
     Examples:
       >>> params = {"layers": [{"q": jnp.eye(4), "out": jnp.eye(4)}] * 2}
       >>> joins = {"layers/{i}/q": 2}
       >>> matrices = jm.find_matrices(params, rules={"*": "muon"}, joins=joins)
-      >>> tx = jm.teon(1.0, polar=jm.ExactPolar(), matrices=matrices)
+      >>> tx = jm.teon(1.0, matrices=matrices, polar=jm.ExactPolar())
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> [round(float(x[0, 0]), 3) for x in updates["layers"][0].values()]
       [-1.0, -0.707]
@@ -288,38 +444,61 @@ def teon(
         single = reader(matrices)(params)
         return with_joins(single, 2) if single.joins is None else single
 
-    return muon(
-        learning_rate,
-        momentum,
+    chain = _muon(
+        scale_by_momentum(momentum, nesterov=False, mu_dtype=mu_dtype),
+        _polar(polar, ns_steps, dtype, table, norm_factor=1.01),
+        "spectral_norm",
         weight_decay,
-        nesterov=False,
-        adjust_lr_fn="spectral_norm",
-        polar=_polar(polar, ns_steps, dtype, table, norm_factor=1.01),
-        mu_dtype=mu_dtype,
-        adamw=_adamw(adamw, b2=0.95),
-        groups=groups,
-        matrices=in_pairs,
+        learning_rate,
     )
+    return _recipe(chain, weight_decay_mask, in_pairs, adamw, groups)
 
 
 def muonh(
-    learning_rate: optax.ScalarOrSchedule = 0.02,
-    momentum: optax.ScalarOrSchedule = 0.95,
+    learning_rate: optax.ScalarOrSchedule,
     *,
+    matrices: Reader,
+    adamw: optax.GradientTransformation | None = None,
+    momentum: optax.ScalarOrSchedule = 0.95,
     ns_steps: int | None = None,
-    dtype: jax.typing.DTypeLike = "bfloat16",
+    dtype: jax.typing.DTypeLike | None = None,
     polar: Polar | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
-    matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """MuonH, arXiv 2606.16899: Jordan's Muon in steps of a fixed angle, without decay.
+    r"""MuonH, arXiv 2606.16899: Jordan's Muon in steps of a fixed angle, without decay.
+
+    With :math:`G` the gradient of a matrix :math:`W`, :math:`M` an average of
+    gradients, :math:`R` the Frobenius norm of :math:`W` at init, and
+    :math:`n(X) = X / \|X\|_F`,
+
+    .. math::
+       M &\leftarrow M + (1 - \mu)(G - M) \\
+       W &\leftarrow R \, n(W - \eta R \, n(\mathrm{polar}(G + \mu (M - G))))
 
     Args:
-      learning_rate: of the matrices, an angle; see `hyperball`. A first guess is the
-        root of learning rate times weight decay of `muon`.
-      ...: all other arguments as in `nanochat`.
+      learning_rate: :math:`\eta`, an angle; see `hyperball`. A first guess is the root
+        of learning rate times weight decay of `muon`. A number or a schedule.
+      matrices: which parameters are matrices: what
+        `jax_muon.find_matrices(params, loss_fn, batch)` returns, or labels; see
+        `partition`.
+      adamw: the optimizer of all other parameters, any optax transform: the one that
+        trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
+        in `groups`.
+      momentum: decay of the average of gradients, in [0, 1), a number or a schedule.
+      ns_steps: number of quintics of the polar factor, a Python integer; None for 5.
+      dtype: of the polar iteration; None for "bfloat16", fast on GPUs. "float32" is
+        exact.
+      polar: instead of these two, a polar factor as for `orthogonalize`, such as
+        `PolarExpress(8)`.
+      mu_dtype: dtype in which the momentum is stored; None for the parameters'. See
+        `nesterov`.
+      groups: label to a transform, for labels other than "muon" and "adamw", such as
+        {"frozen": optax.set_to_zero()}.
+
+    Raises:
+      ValueError: at once, a number out of range, `polar` beside `ns_steps` or `dtype`;
+        at init and update, as `partition`.
 
     Examples:
       >>> params = {"mlp": jnp.array([[3.0, 0.0], [0.0, 4.0]])}
@@ -329,14 +508,15 @@ def muonh(
       5.0
     """
 
-    def chain(matrices: Matrices) -> optax.GradientTransformation:
+    def chain(mask: Mask, matrices: Matrices) -> optax.GradientTransformation:
+        del mask  # nothing decays
         return optax.chain(
-            ema(momentum, mu_dtype=mu_dtype),
+            scale_by_momentum(momentum, mu_dtype=mu_dtype),
             orthogonalize(_polar(polar, ns_steps, dtype), matrices=matrices),
             hyperball(learning_rate, matrices=matrices),
         )
 
-    return _recipe(chain, _adamw(adamw, b2=0.95), groups, matrices)
+    return _recipe(chain, None, matrices, adamw, groups)
 
 
 def _polar(
@@ -348,62 +528,70 @@ def _polar(
 ) -> Polar:
     """The polar factor that is given, or else the recipe's."""
     if polar is not None:
+        for name, value in {"ns_steps": ns_steps, "dtype": dtype}.items():
+            if value is not None:
+                expected = "None beside polar=, such as PolarExpress(8, dtype=...)"
+                checks.refuse(name, value, expected)
         return polar
     # Not a default of the recipes: `inject_hyperparams` would make an array of it.
     ns_steps = 5 if ns_steps is None else ns_steps
     checks.count("ns_steps", ns_steps)
-    table_of_steps = table(ns_steps)
-    return NewtonSchulz(ns_steps, coefficients=table_of_steps, dtype=dtype, **settings)
+    dtype = "bfloat16" if dtype is None else dtype
+    of_steps = table(ns_steps)
+    return NewtonSchulz(ns_steps, coefficients=of_steps, dtype=dtype, **settings)
 
 
-def _decay(weight_decay: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    """`optax.add_decayed_weights`; of 0, a transform that needs no parameters."""
-    rate = checks.rate("weight_decay", weight_decay)
-    if isinstance(rate, float) and rate == 0:
-        return optax.identity()
-    tx = optax.add_decayed_weights(rate)
-
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        checks.params("weight_decay, unless it is 0.0,", params)
-        updates, _ = tx.update(updates, state, params)
-        # In optax 0.2.6 the count of a schedule stands still.
-        return updates, jax.tree.map(optax.safe_increment, state)
-
-    return optax.GradientTransformation(tx.init, update_fn)
-
-
-def _adamw(
-    adamw: Any, *, weight_decay: optax.ScalarOrSchedule = 0.0, **settings: Any
+def _descent(
+    learning_rate: optax.ScalarOrSchedule,
 ) -> optax.GradientTransformation:
-    """The transform that is given, or else AdamW with this learning rate."""
-    if isinstance(adamw, optax.GradientTransformation | optax.MultiSteps):
-        return checks.as_transform("adamw", adamw)
-    checks.no_factory("adamw", adamw)
-    rate = checks.rate("adamw", 3e-4 if adamw is None else adamw)
-    tx = optax.chain(  # `optax.adamw`, which needs the parameters without decay, too
-        optax.scale_by_adam(**settings),
-        _decay(weight_decay),
-        optax.scale_by_learning_rate(rate),
+    rate = checks.rate("learning_rate", learning_rate)
+    return optax.scale_by_learning_rate(rate)
+
+
+def _muon(
+    average: optax.GradientTransformation,
+    polar: Polar,
+    adjust_lr_fn: str | Callable[[int, int], float] | None,
+    weight_decay: optax.ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule,
+) -> Chain:
+    """The chain of `muon` and of recipes that only have other settings."""
+    return lambda mask, matrices: optax.chain(
+        average,
+        orthogonalize(polar, matrices=matrices),
+        scale_by_shape(adjust_lr_fn, matrices=matrices),
+        add_decayed_weights(weight_decay, mask),
+        _descent(learning_rate),
     )
-
-    def init_fn(params: Any) -> Any:
-        if adamw is None:
-            note().default_rates[ADAMW] = rate
-        return tx.init(params)
-
-    return optax.GradientTransformation(init_fn, tx.update)
 
 
 def _recipe(
-    chain: Callable[[Matrices], optax.GradientTransformation],
-    adamw: optax.GradientTransformation,
-    groups: Mapping[str, Group] | None,
+    chain: Chain,
+    mask: Mask,
     matrices: Reader,
+    adamw: optax.GradientTransformation | None,
+    groups: Mapping[str, Group] | None,
 ) -> optax.GradientTransformationExtraArgs:
     """The chain for "muon", a transform for "adamw", and the user's groups."""
     groups = {} if groups is None else groups
     if MUON in groups or ADAMW in groups:
         expected = f"others than {MUON!r}, and {ADAMW!r}, whose transform is adamw="
         checks.refuse("labels of groups", [*groups], expected)
-    chain(Matrices({}))  # a wrong setting of a piece is an error now
-    return partition({MUON: chain, ADAMW: adamw, **groups}, matrices)
+    if adamw is not None:
+        groups = {ADAMW: checks.as_transform("adamw", adamw), **groups}
+    check_mask("weight_decay_mask", mask)
+    chain(None, Matrices({}))  # a wrong setting of a piece is an error now
+
+    def masked(mask: Mask) -> optax.GradientTransformationExtraArgs:
+        return partition({MUON: functools.partial(chain, mask), **groups}, matrices)
+
+    tx = masked(mask)
+    if not trees.is_function(mask):
+        return tx
+    # The function is about whole parameters, and not about the parts in a group.
+    return optax.GradientTransformationExtraArgs(
+        lambda params: masked(mask(params)).init(params),
+        lambda updates, *args, **extra: masked(mask(updates)).update(
+            updates, *args, **extra
+        ),
+    )

@@ -5,16 +5,26 @@ import functools
 import jax_muon as jm
 from tests.matrices import toy
 
+PLAIN = functools.partial(jm.adamw, 3e-4, weight_decay=0.0)  # of the rest
+
+
+def given(recipe, learning_rate, adamw, **settings):
+    """A recipe with what it needs, which may be given again by name."""
+    settings = {"adamw": adamw, "matrices": toy} | settings
+    return functools.partial(recipe, learning_rate=learning_rate, **settings)
+
+
+NANOCHATS, JORDANS = PLAIN(b1=0.8, b2=0.95, eps=1e-10), PLAIN(b2=0.95, eps=1e-10)
+MOONLIGHTS = jm.adamw(1e-3, b2=0.95, weight_decay=0.1)
+PAIRS = functools.partial(toy, joins={"*{i}/q": 2})
 RECIPES = {
-    "nanochat": functools.partial(jm.nanochat, matrices=toy),
-    "nanochat later": functools.partial(jm.nanochat, version="2026-07", matrices=toy),
-    "muon": functools.partial(jm.muon, matrices=toy),
-    "normuon": functools.partial(jm.normuon, matrices=toy),
-    "moonlight": functools.partial(jm.moonlight, matrices=toy),
-    "teon": functools.partial(
-        jm.teon, matrices=functools.partial(toy, joins={"*{i}/q": 2})
-    ),
-    "muonh": functools.partial(jm.muonh, matrices=toy),
+    "nanochat": given(jm.nanochat, 0.02, NANOCHATS),
+    "nanochat later": given(jm.nanochat, 0.02, NANOCHATS, version="2026-07"),
+    "muon": given(jm.muon, 0.02, JORDANS),
+    "normuon": given(jm.normuon, 1e-3, PLAIN(b2=0.95)),
+    "moonlight": given(jm.moonlight, 1e-3, MOONLIGHTS),
+    "teon": given(jm.teon, 0.02, PLAIN(b2=0.95), matrices=PAIRS),
+    "muonh": given(jm.muonh, 0.02, PLAIN(b2=0.95)),
 }
 # The smallest tree in which every recipe has something to do: TEON joins q and q.
 SHAPES = {"wte": (5, 4), "0": {"q": (4, 6)}, "1": {"q": (4, 6)}, "bias": (6,)}

@@ -1,6 +1,7 @@
 """Whole optimizers: trajectories against NumPy, composition, what optax asks for."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import re
@@ -34,8 +35,8 @@ model = functools.partial(trees.normal, SHAPES)
 
 # TEON, which joins them, is in tests/parity and in tests/test_frozen.py.
 BY_HAND = RECIPES | {
-    "nanochat of 3 steps": functools.partial(jm.nanochat, ns_steps=3),
-    "nanochat of March": functools.partial(jm.nanochat, version="2026-03"),
+    "nanochat of 3 steps": functools.partial(RECIPES["nanochat"], ns_steps=3),
+    "nanochat of March": functools.partial(RECIPES["nanochat"], version="2026-03"),
 }
 BY_HAND.pop("teon")
 
@@ -44,9 +45,11 @@ BY_HAND.pop("teon")
 def test_matrices_by_hand(x64, name):
     """Wide, tall, square, a row, a column, and one that starts at zero."""
     on_spheres = name in ON_SPHERES
-    lr, momentum, _ = rates = oracle.RATES
-    rates = (lambda t: 30 * lr(t), momentum) if on_spheres else rates
-    tx = BY_HAND[name](*rates, matrices=reader(), dtype="float64")
+    lr, momentum, decay = oracle.RATES
+    rates = {"learning_rate": lr, "momentum": momentum, "weight_decay": decay}
+    if on_spheres:
+        rates = {"learning_rate": lambda t: 30 * lr(t), "momentum": momentum}
+    tx = BY_HAND[name](**rates, matrices=reader(), dtype="float64")
     shapes = {"a": (5, 7), "b": (7, 5), "c": (6, 6), "row": (1, 4), "column": (4, 1)}
     start = trees.normal(shapes, 0, "float64") | {"zero": jnp.zeros((6, 4))}
     shapes |= {"zero": (6, 4)}
@@ -69,6 +72,18 @@ def test_matrices_by_hand(x64, name):
 # --- what optax asks of an optimizer; convergence is in tests/outside/test_optax.py ---
 
 
+def freezing(read):
+    """The reading with `scale` in a group of its own."""
+
+    def with_frozen(params):
+        found = read(params)
+        path = "norm/scale"
+        frozen = dataclasses.replace(found[path], label="frozen")
+        return dataclasses.replace(found, parameters={**found, path: frozen})
+
+    return with_frozen
+
+
 @every_recipe
 def test_every_recipe_passes_its_arguments_on(name):
     seen = []
@@ -84,7 +99,8 @@ def test_every_recipe_passes_its_arguments_on(name):
         polar=Polar(),
         mu_dtype="bfloat16",
         adamw=optax.contrib.prodigy(0.1),
-        groups={"embedding": optax.set_to_zero()},
+        groups={"frozen": optax.set_to_zero()},
+        matrices=freezing(RECIPES[name].keywords["matrices"]),
     )
     params = model()
     state = jax.eval_shape(tx.init, params)
@@ -94,7 +110,7 @@ def test_every_recipe_passes_its_arguments_on(name):
     assert {x.dtype for x in jax.tree.leaves(mu)} == {jnp.dtype(jnp.bfloat16)}
     of_rest = state.inner_states["adamw"].inner_state
     assert optax.tree.get(of_rest, "exp_avg")["wte"].shape == (16, 6)
-    assert "embedding" in state.inner_states
+    assert "frozen" in state.inner_states
 
 
 @pytest.mark.parametrize(
@@ -103,7 +119,7 @@ def test_every_recipe_passes_its_arguments_on(name):
 def test_narrow_gradients_are_widened_before_anything_is_computed(name, narrow):
     """As float32 gradients of the same values: decay and steps lose no bits."""
     decay = {} if name in ON_SPHERES else {"weight_decay": 0.3}
-    adamw = optax.adamw(0.1, weight_decay=0.2)
+    adamw = jm.adamw(0.1, weight_decay=0.2)
     tx = RECIPES[name](polar=CHEAP, adamw=adamw, **decay)
     params, update = model(), jax.jit(tx.update)
     grads = model(0, narrow)
@@ -116,20 +132,26 @@ def test_narrow_gradients_are_widened_before_anything_is_computed(name, narrow):
     chex.assert_trees_all_equal_dtypes(updates, wide)
 
 
-@pytest.mark.parametrize("name", sorted({x.func.__name__ for x in RECIPES.values()}))
+NAMES = sorted({x.func.__name__ for x in RECIPES.values()})
+
+
+def described(recipe):
+    """The text about each argument in a recipe's help."""
+    args = inspect.getdoc(recipe).partition("Args:\n")[2].partition("\n\n")[0]
+    pairs = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", args, re.M)
+    return {name: " ".join(text.split()) for name, text in pairs}
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_help(name):
-    """It describes every argument, or says which recipe's help does."""
+    """It describes every argument where it stands, and a shared one as others do."""
     recipe = getattr(jm, name)
     signature = inspect.signature(recipe)
-    assert " at 0x" not in str(signature) and len(str(signature)) < 900
-    described = []
-    while recipe is not None:
-        _, _, rest = inspect.getdoc(recipe).partition("Args:\n")
-        args, _, _ = rest.partition("\n\n")
-        described += re.findall(r"^  (\w+): ", args, re.M)
-        other = re.search(r"^  \.\.\.: all other arguments as in `(\w+)`", args, re.M)
-        recipe = other and getattr(jm, other[1])
-    assert set(described) >= signature.parameters.keys()
+    assert " at 0x" not in str(signature) and len(str(signature)) < 1000
+    texts, others = described(recipe), described(jm.muon)
+    assert [*texts] == [*signature.parameters]
+    for argument in ("adamw", "ns_steps", "dtype", "polar", "mu_dtype", "groups"):
+        assert texts[argument] == others[argument]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +162,7 @@ def test_first_steps_of_lora(recipe, expected):
     """Root mean squares of both factors, as docs/parameters.md states them."""
     params = trees.normal({"lora_a": (64, 4), "lora_b": (4, 96)})
     matrices = {"*": "muon"}
-    tx = recipe(1.0, weight_decay=0.0, polar=jm.ExactPolar(), matrices=matrices)
+    tx = recipe(1.0, matrices=matrices, weight_decay=0.0, polar=jm.ExactPolar())
     updates, _ = tx.update(params, tx.init(params), params)
     found = [float(jnp.sqrt(jnp.mean(updates[name] ** 2))) for name in params]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
@@ -157,7 +179,7 @@ def test_inject_hyperparams(name):
     numbers = {"momentum": 0.5, "weight_decay": 0.3, "beta2": 0.7}
     numbers = {k: x for k, x in numbers.items() if k in state.hyperparams}
     state.hyperparams.update({k: jnp.asarray(x) for k, x in numbers.items()})
-    plain = recipe(0.5, **numbers, polar=CHEAP)
+    plain = recipe(learning_rate=0.5, **numbers, polar=CHEAP)
     expected_state = plain.init(params)
     update, plain_update = jax.jit(tx.update), jax.jit(plain.update)
     for seed in (1, 2):
@@ -169,8 +191,8 @@ def test_inject_hyperparams(name):
 
 def test_trees_without_matrices():
     """As in fine-tuning of a few parameters: AdamW has all of them, with a warning."""
-    tx = jm.nanochat(adamw=optax.sgd(0.5))
-    for params in ({"b": jnp.ones(3)}, {"w": jnp.ones((0, 4))}, jnp.ones(3), {}):
+    tx = RECIPES["nanochat"](adamw=optax.sgd(0.5))
+    for params in ({"b": jnp.ones(3)}, {"w": jnp.ones((0, 4))}, jnp.ones(()), {}):
         warns = pytest.warns(UserWarning, match="no parameter is a matrix: all .*adamw")
         with warns if jax.tree.leaves(params) else contextlib.nullcontext():
             state = tx.init(params)
@@ -183,7 +205,7 @@ def test_trees_without_matrices():
 
 def test_empty_parameters():
     params = trees.normal({"w": (2, 3), "none": (0, 3), "stack": (0, 2, 2)})
-    tx = jm.nanochat(polar=CHEAP, matrices={"w": "muon"})
+    tx = RECIPES["nanochat"](polar=CHEAP, matrices={"w": "muon"})
     updates, _ = tx.update(params, tx.init(params), params)
     chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
 
@@ -218,7 +240,8 @@ def test_groups_of_the_user_and_one_reading():
 
 @pytest.mark.parametrize("name", ["muon", "nanochat", "normuon", "moonlight"])
 def test_without_decay_an_update_needs_no_parameters(name):
-    params, tx = model(), RECIPES[name](weight_decay=0.0, polar=CHEAP)
+    still = {"weight_decay": 0.0, "adamw": jm.adamw(0.1, weight_decay=0.0)}
+    params, tx = model(), RECIPES[name](**still, polar=CHEAP)
     with_params = tx.update(params, tx.init(params), params)
     chex.assert_trees_all_equal(tx.update(params, tx.init(params)), with_params)
     tx = RECIPES[name](weight_decay=0.1)

@@ -28,7 +28,7 @@ recipe = jm.nanochat(
     matrices=matrices,
 )
 assert_type(recipe, optax.GradientTransformationExtraArgs)
-stated = jm.moonlight(adamw=3e-4, matrices={"up": "muon"})
+stated = jm.moonlight(1e-3, adamw=jm.adamw(3e-4), matrices={"up": "muon"})
 assert_type(stated, optax.GradientTransformationExtraArgs)
 tx = jm.skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), recipe))
 assert_type(tx, optax.GradientTransformationExtraArgs)
@@ -40,4 +40,4 @@ placed, optimizer_state = step.init(params)
 placed, optimizer_state, metrics = step(placed, optimizer_state, jnp.ones((2, 4)))
 assert_type(metrics, dict[str, Any])
 if TYPE_CHECKING:
-    wrong = jm.nanochat(version=2026)  # type: ignore[arg-type]
+    wrong = jm.nanochat(0.1, version=2026, matrices={})  # type: ignore[arg-type]

@@ -185,7 +185,8 @@ def whole_step(
     loss_fn = functools.partial(loss, head=head)
     sequence = jax.ShapeDtypeStruct((1, length + 1), jnp.int32)
     matrices = jm.find_matrices(params, loss_fn, sequence)
-    tx = getattr(jm, recipe)(matrices=matrices)
+    adamw = optax.adamw(3e-4, 0.8, 0.95, 1e-10, weight_decay=0.0)
+    tx = getattr(jm, recipe)(0.02, matrices=matrices, adamw=adamw)
     specs = None
     if layout == "zero2-divided":
         specs = jm.divided_specs(params, mesh, matrices=matrices)

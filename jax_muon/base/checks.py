@@ -54,9 +54,14 @@ def count(name: str, value: Any, *, least: int = 1) -> None:
     """The value must be a Python or NumPy integer of at least `least`."""
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or value < least:
-        traced = f"; under optax.inject_hyperparams name it in static_args=({name!r},)"
-        traced = traced if isinstance(value, jax.Array) else ""
-        refuse(name, value, f"a Python integer of at least {least}{traced}")
+        expected = f"a Python integer of at least {least}"
+        refuse(name, value, expected + injected(value, name))
+
+
+def injected(value: Any, name: str) -> str:
+    """What to write if `optax.inject_hyperparams` made this argument an array."""
+    where = f"; under optax.inject_hyperparams name it in static_args=({name!r},)"
+    return where if isinstance(value, jax.Array) else ""
 
 
 def number(name: str, value: Any, limits: str, *, others: str = "") -> Any:
@@ -158,10 +163,41 @@ def gradients(updates: Any, params: Any) -> None:
         alike("gradient", updates, "parameter", params)
 
 
+def no_vector(tree: Any) -> None:
+    """Parameters must not be one flat vector, in which nothing is a matrix."""
+    shape = getattr(tree, "shape", None)
+    if shape is not None and len(shape) == 1:
+        raise ValueError(
+            f"the parameters are one vector of shape {shape}, as optax.flatten and "
+            "ravel_pytree make; expected their tree: unflatten before the optimizer"
+        )
+
+
 def state(restored: Any, like: Any) -> None:
     """A state needs the paths and shapes of `like`: arrays, or their shapes."""
     what = "the state is not one of this optimizer on these parameters: array"
     alike(what, restored, "state array of init", like)
+
+
+def not_dicts(restored: Any, like: Any) -> None:
+    """A state needs the NamedTuples and tuples of `like`, and not dicts with its paths.
+
+    That is what a checkpoint restored without a target is.
+    """
+
+    def kinds(tree: Any) -> dict[str, list[type]]:
+        flat = jax.tree_util.tree_leaves_with_path(tree)
+        return {trees.path_string(keys): [*map(type, keys)] for keys, _ in flat}
+
+    right = kinds(like)
+    for path, found in kinds(restored).items():
+        if found != right[path]:
+            raise ValueError(
+                f"the state is not one of this optimizer: array {path!r} is in dicts; "
+                "expected the types that init returns. Restore with tx.init(params), "
+                "or its shapes, as the target, such as flax.serialization."
+                "from_state_dict(tx.init(params), state)"
+            )
 
 
 def alike(what: str, tree: Any, whose: str, like: Any) -> None:

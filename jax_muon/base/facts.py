@@ -22,11 +22,10 @@ class Facts:
     leaves: dict[str, Any] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
     # How many matrices are orthogonalized as one; the factor of `scale_by_shape`; the
-    # dtype that `keep_residual` keeps; and by label, the rate of a recipe's own AdamW.
+    # dtype that `keep_residual` keeps.
     joined: dict[str, int] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
     residuals: dict[str, str] = field(default_factory=dict)
-    default_rates: dict[str, Any] = field(default_factory=dict)
     # Plans, by the paths of their parameters, and sizes of mesh axes by name.
     pools: dict[tuple[str, ...], Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)

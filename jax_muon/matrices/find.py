@@ -8,14 +8,13 @@ resolved last.
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from jax_muon.base import checks, trees
-from jax_muon.base.array_types import on_users_axes
 from jax_muon.matrices.joins import Joins, with_joins
 from jax_muon.matrices.matrices import (
     ADAMW,
@@ -24,13 +23,14 @@ from jax_muon.matrices.matrices import (
     Parameter,
     list_doubts,
     not_a_matrix,
+    read_by,
 )
 from jax_muon.matrices.rules import BY_RULES, Rules, apply_rules
 from jax_muon.matrices.splits import Splits
 
-# How parameters are read: the value itself, a function of the tree that returns one, or
-# rules alone.
-Reader: TypeAlias = Matrices | Callable[[Any], Matrices] | Mapping[str, Any] | None
+# How parameters are read: a `Matrices`; rules, as for `find_matrices`, or a tree of
+# labels or dimension numbers; or a function of the tree that returns one of these.
+Reader: TypeAlias = Any
 
 
 def find_matrices(
@@ -103,8 +103,10 @@ def find_matrices(
       >>> by_rules.labels(params) == matrices.labels(params)
       True
     """
-    if params is None:
-        checks.refuse("params", params, "the parameters, or their shapes")
+    scalar = getattr(params, "shape", None) == ()
+    if params is None or (scalar and jnp.issubdtype(params.dtype, jnp.integer)):
+        expected = "the parameters, or their shapes"
+        checks.refuse("params", params, expected + checks.injected(params, "matrices"))
     tree = trained(params)
     shapes = _shapes(checks.arrays("params", tree))
     if function is None:
@@ -142,26 +144,31 @@ def find_matrices(
 
 def reader(matrices: Reader) -> Callable[[Any], Matrices]:
     """The function that reads a tree; `matrices` as in `partition`."""
-    if isinstance(matrices, Matrices):
-        return lambda tree: matrices
-    is_tree = callable(matrices) and not trees.is_function(matrices)  # Equinox's
-    if matrices is None or isinstance(matrices, Mapping) or is_tree:
-        return lambda tree: find_matrices(tree, rules=matrices)
     expected = (
-        "jax_muon.find_matrices(params, loss_fn, batch), or a function of params alone "
+        "jax_muon.find_matrices(params, loss_fn, batch); rules, such as "
+        "{'embed': 'adamw', '*': 'muon'}, or a tree of labels; or a function of params "
+        "alone that returns one of these" + checks.injected(matrices, "matrices")
     )
-    expected += "that returns it, or a mapping of path patterns to labels"
-    if not callable(matrices):
-        checks.refuse("matrices", matrices, expected)
+    by_function = trees.is_function(matrices)
+    if not by_function:
+        _check_reading("matrices", matrices, expected)
 
     def read_tree(tree: Any) -> Matrices:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-        with on_users_axes():
-            matrices_of_tree = matrices(shapes)
-        checks.kind("matrices(params)", matrices_of_tree, Matrices, expected)
-        return matrices_of_tree
+        found = matrices
+        if by_function:
+            found = read_by(matrices, tree)
+            _check_reading("matrices(params)", found, expected)
+        if isinstance(found, Matrices):
+            return found
+        return find_matrices(tree, rules=found)
 
     return read_tree
+
+
+def _check_reading(name: str, found: Any, expected: str) -> None:
+    """It must be a `Matrices`, or rules in a container."""
+    if found is None or jax.tree_util.all_leaves([found]):
+        checks.kind(name, found, Matrices, expected)
 
 
 def trained(model: Any) -> Any:

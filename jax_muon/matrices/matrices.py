@@ -9,7 +9,7 @@ pieces look parameters up by path. It holds no arrays, so one serves every mesh.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from numpy.lib.array_utils import normalize_axis_tuple
 from optax.contrib import MuonDimensionNumbers
 
 from jax_muon.base import checks, trees
+from jax_muon.base.array_types import on_users_axes
 from jax_muon.base.tables import aligned, shape_text, sizes_text
 
 _READ = "jax_muon.find_matrices(params, loss_fn, batch)"
@@ -173,6 +174,10 @@ class Matrices(Mapping[str, Parameter]):
             )
         return self.parameters[path]
 
+    def __hash__(self) -> int:
+        parts = frozenset(self.parameters.items()), frozenset(self.splits.items())
+        return hash((*parts, self.joins))
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.parameters)
 
@@ -214,13 +219,29 @@ class Matrices(Mapping[str, Parameter]):
         )
 
 
-def of_tree(matrices: Matrices | None, tree: Any) -> Matrices:
+def read_by(function: Callable[[Any], Any], tree: Any) -> Any:
+    """What a user's function returns for the shapes of a tree."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    with on_users_axes():
+        return function(shapes)
+
+
+def of_tree(matrices: Any, tree: Any) -> Matrices:
     """The reading given to a piece; without one, each leaf as one matrix (in, out).
+
+    It is a `Matrices`, which may be of a larger tree, or a function of the part of the
+    tree that the piece sees, which returns one.
 
     Raises a ValueError for a reading that splits parameters, which `partition` does.
     """
+    checks.no_vector(tree)
+    if trees.is_function(matrices):
+        matrices = read_by(matrices, tree)
     if matrices is not None:
-        checks.kind("matrices", matrices, Matrices, f"{_READ}, or None")
+        rules = "find_matrices(params, rules={...})"
+        expected = f"{_READ}, or {rules}, a function of params that returns it, or None"
+        expected += checks.injected(matrices, "matrices")
+        checks.kind("matrices", matrices, Matrices, expected)
         if matrices.splits:
             raise ValueError(
                 f"matrices= splits {', '.join(matrices.splits)}, which a piece would "

@@ -60,7 +60,7 @@ def on_mesh(
     Examples:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> params = {"mlp": {"up": jnp.ones((64, 256))}}
-      >>> tx = jm.nanochat(matrices={"*": "muon"})
+      >>> tx = jm.nanochat(0.02, matrices={"*": "muon"})
       >>> tx = jm.on_mesh(tx, mesh, divide="data")
       >>> state = jax.jit(tx.init)(params)
       >>> updates, state = jax.jit(tx.update)(params, state, params)
@@ -235,7 +235,7 @@ def abstract_state(
     Examples:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> params = {"mlp": {"up": jnp.ones((64, 256))}}
-      >>> tx = jm.nanochat(matrices={"*": "muon"})
+      >>> tx = jm.nanochat(0.02, matrices={"*": "muon"})
       >>> tx = jm.on_mesh(tx, mesh, divide="data")
       >>> target = jm.abstract_state(tx, params, mesh)  # for orbax
       >>> all(x.sharding.mesh == mesh for x in jax.tree.leaves(target))

@@ -90,7 +90,7 @@ def make_train_step(
       >>> def loss_fn(params, batch):
       ...     return jnp.mean((batch @ params["mlp"]) ** 2)
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
-      >>> tx = jm.nanochat(matrices={"*": "muon"})
+      >>> tx = jm.nanochat(0.02, matrices={"*": "muon"})
       >>> step = jm.make_train_step(loss_fn, tx, mesh)
       >>> params, state = step.init({"mlp": jnp.eye(64)})
       >>> batch = jnp.ones((jax.device_count(), 64))

@@ -174,6 +174,9 @@ class ExactPolar:
 
 def _check_matrices(x: Array) -> None:
     if x.ndim < 2:
-        raise ValueError(f"shape {x.shape}; expected an array (..., m, n)")
+        expected = "an array (..., m, n)" + (
+            "" if x.ndim else checks.injected(x, "polar")
+        )
+        raise ValueError(f"shape {x.shape}; expected {expected}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"dtype {x.dtype}; expected real floating-point matrices")

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jax_muon.base import array_types, checks, facts, specs, trees
 from jax_muon.base.tables import aligned, shape_text, sizes_text
 from jax_muon.matrices.find import trained
-from jax_muon.matrices.matrices import ADAMW, Parameter
+from jax_muon.matrices.matrices import Parameter
 from jax_muon.mesh import owners, plan
 from jax_muon.mesh.on_mesh import abstract_state
 
@@ -70,7 +70,6 @@ class Description:
         "gradients": their sums; "gathers": updates, or parameters at the start of a
         step. Layers of `scan_layers` are counted once although they are gathered twice.
       bytes_between_hosts: the part of `sent_bytes` that goes to other hosts.
-      default_rate: the rate of a recipe's AdamW; None if `adamw=` is given.
     """
 
     parameters: tuple[DescribedParameter, ...]
@@ -79,7 +78,6 @@ class Description:
     held_bytes: Mapping[str, int]
     sent_bytes: Mapping[str, float]
     bytes_between_hosts: Mapping[str, float]
-    default_rate: float | None
 
     @property
     def imbalance(self) -> float:
@@ -103,11 +101,6 @@ class Description:
             f"them in matrices; {_bytes_text(self.held_bytes)}"
             + (" on a device" if self.sizes else "")
         )
-        if self.default_rate is not None:
-            lines.append(
-                f"adamw: the recipe's own, learning rate {self.default_rate:g}; pass "
-                "yours as adamw=optax.adamw(lr)"
-            )
         residuals = {leaf.residual for leaf in self.parameters} - {None}
         if residuals:
             without = [x.parameter.path for x in self.parameters if not x.residual]
@@ -169,7 +162,9 @@ def describe(
     Examples:
       >>> shapes = {"wte": jax.ShapeDtypeStruct((96, 64), "float32"),
       ...           "up": jax.ShapeDtypeStruct((64, 256), "float32")}
-      >>> tx = jm.nanochat(matrices={"wte": "adamw", "up": "muon"})
+      >>> tx = jm.nanochat(
+      ...     0.02, adamw=jm.adamw(3e-3), matrices={"wte": "adamw", "up": "muon"}
+      ... )
       >>> found = describe(tx, shapes)
       >>> [x.parameter.label for x in found.parameters]
       ['muon', 'adamw']
@@ -249,7 +244,6 @@ def describe(
             what: sum(x.bytes_between_hosts(devices_per_host) for x in sent)
             for what, sent in transfers.items()
         },
-        recorded.default_rates.get(ADAMW),
     )
 
 

@@ -85,7 +85,7 @@ def verify(
     Examples:
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> shapes = {"mlp": jax.ShapeDtypeStruct((64, 256), "float32")}
-      >>> tx = jm.muon(dtype="float32", matrices={"*": "muon"})
+      >>> tx = jm.muon(0.02, dtype="float32", matrices={"*": "muon"})
       >>> tx = jm.on_mesh(tx, mesh, divide="data")
       >>> jm.verify(tx, shapes).ok
       True

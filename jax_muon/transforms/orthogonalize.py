@@ -67,6 +67,7 @@ def orthogonalize(
     """
     if not callable(polar) or isinstance(polar, type):
         expected = "a function of arrays (..., m, n) such as PolarExpress()"
+        expected += checks.injected(polar, "polar")
         checks.refuse("polar", polar, expected)
     checks.count("small", small, least=0)
     checks.count("team", team)

@@ -1,4 +1,7 @@
-"""Weight decay where the step moves a weight towards zero anyway."""
+"""Weight decay: of some parameters by a mask, and where the step shrinks weights."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +10,13 @@ from jaxtyping import Array
 
 from jax_muon.base import checks, dtypes, trees
 
+# Which weights decay, as in `optax.add_decayed_weights`: a tree of booleans, or a
+# prefix of one, or a function of the parameters that returns it. None: all of them.
+Mask: TypeAlias = Any
+
 
 def add_cautious_decayed_weights(
-    weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_decay: optax.ScalarOrSchedule = 0.0, mask: Mask = None
 ) -> optax.GradientTransformation:
     r"""Add decayed weights where the step moves the weight towards zero anyway.
 
@@ -18,9 +25,12 @@ def add_cautious_decayed_weights(
 
     Args:
       weight_decay: :math:`\lambda`, at least 0, or a schedule of it.
+      mask: which parameters decay: a tree of booleans with the paths of the parameters
+        or of modules, or a function of the parameters that returns one; None for all.
 
     Raises:
-      ValueError: at update, params=None, unless weight_decay is 0.
+      ValueError: at update, params=None, unless weight_decay is 0; with its path, a
+        parameter that the mask does not have.
 
     Examples:
       >>> params, updates = jnp.array([2.0, -2.0]), jnp.array([1.0, 1.0])
@@ -29,6 +39,7 @@ def add_cautious_decayed_weights(
       [2.0, 1.0]
     """
     weight_decay = checks.rate("weight_decay", weight_decay)
+    check_mask("mask", mask)
 
     def init_fn(params: optax.Params) -> optax.ScaleByScheduleState:
         del params
@@ -44,15 +55,73 @@ def add_cautious_decayed_weights(
         if isinstance(weight_decay, float) and weight_decay == 0:
             return updates, new_state
         checks.params("weight_decay, unless it is 0.0,", params)
-        now = checks.rate_at(weight_decay, state.count)
+        now, decays = checks.rate_at(weight_decay, state.count), decaying(mask, updates)
+        weights = dict(trees.leaves_with_paths(params))
 
-        def decay(u: Array, w: Array) -> Array:
+        def decay(path: str, u: Array) -> Array:
+            if not decays(path):
+                return u
             wide_u = dtypes.wide(u)
-            wide_w = w.astype(wide_u.dtype)
+            wide_w = weights[path].astype(wide_u.dtype)
             decayed = dtypes.in_dtype_of(wide_w, now) * wide_w
             decayed = jnp.where(wide_u * wide_w >= 0, decayed, 0)
             return (wide_u + decayed).astype(u.dtype)
 
-        return jax.tree.map(decay, updates, params), new_state
+        return trees.map_leaves(decay, updates), new_state
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def add_decayed_weights(
+    weight_decay: optax.ScalarOrSchedule, mask: Mask
+) -> optax.GradientTransformation:
+    """`optax.add_decayed_weights`; of 0, a transform that needs no parameters."""
+    rate = checks.rate("weight_decay", weight_decay)
+    check_mask("mask", mask)
+    if isinstance(rate, float) and rate == 0:
+        return optax.identity()
+
+    def mask_of(tree: Any) -> Any:
+        decays = decaying(mask, tree)
+        return trees.map_leaves(lambda path, _: decays(path), tree)
+
+    tx = optax.add_decayed_weights(rate, None if mask is None else mask_of)
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        checks.params("weight_decay, unless it is 0.0,", params)
+        updates, _ = tx.update(updates, state, params)
+        # In optax 0.2.6 the count of a schedule stands still.
+        return updates, jax.tree.map(optax.safe_increment, state)
+
+    return optax.GradientTransformation(tx.init, update_fn)
+
+
+def check_mask(name: str, mask: Mask) -> None:
+    """A mask must not be an array, which `optax.inject_hyperparams` makes of one."""
+    if isinstance(mask, jax.Array):
+        expected = "True and False, in a tree or from a function"
+        checks.refuse(name, mask, expected + checks.injected(mask, name))
+
+
+def decaying(mask: Mask, tree: Any) -> Callable[[str], bool]:
+    """The function of a path that says whether its parameter decays.
+
+    Parts of a split parameter, such as `qkv/kernel/query`, follow the entry of the
+    whole one, `qkv/kernel`, or of a module around it.
+    """
+    if mask is None:
+        return lambda path: True
+    mask = mask(tree) if trees.is_function(mask) else mask
+    entries = dict(trees.leaves_with_paths(mask))
+
+    def decays(path: str) -> bool:
+        where = trees.nearest_prefix(entries, path) or ""
+        if where not in entries:
+            raise ValueError(
+                f"the mask of the weight decay says nothing of parameter {path!r}, but "
+                f"of {', '.join(entries) or 'none'}; expected True or False for each "
+                "parameter, or for a module that it is in"
+            )
+        return bool(entries[where])
+
+    return decays

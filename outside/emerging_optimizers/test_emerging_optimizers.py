@@ -107,7 +107,9 @@ OPTIMIZERS = {
     "muonh": (
         MuonHyperball,
         {"weight_decay": 0.0, "nesterov": True},
-        jm.muonh(LR, MOMENTUM, polar=our_polar(YOU, 5), matrices={"*": "muon"}),
+        jm.muonh(
+            LR, momentum=MOMENTUM, polar=our_polar(YOU, 5), matrices={"*": "muon"}
+        ),
     ),
     "shape_scaling": (
         Muon,
@@ -124,7 +126,7 @@ OPTIMIZERS = {
         Muon,
         {"weight_decay": 0.1, "extra_scale_factor": 0.2, "nesterov": True},
         jm.moonlight(
-            LR, MOMENTUM, 0.1, polar=our_polar(YOU, 5), matrices={"*": "muon"}
+            LR, momentum=MOMENTUM, polar=our_polar(YOU, 5), matrices={"*": "muon"}
         ),
     ),
     "normuon": (

@@ -41,6 +41,7 @@ def get_config(workdir):
         model=cfg.ref.model,
         train_ds=cfg.ref.train_ds,
         learning_rate=cfg.ref.schedules["rate"],
+        adamw=optax.adamw(3e-4, b1=0.8, b2=0.95, weight_decay=0.0),
         sharding=cfg.ref.sharding.params,
         dtype="float32",
     )

@@ -94,7 +94,8 @@ def on_one_device(monkeypatch):
 def test_trainer(recipe, layout, on_one_device, tmp_path):
     """Eight steps on eight devices and on one, to 1e-4 of the distance travelled."""
     matrices = PAGE["reading"](MODEL, IMAGES)
-    tx = recipe(0.02, dtype="float32", matrices=matrices)
+    adamw = jm.adamw(3e-4, 0.8, 0.95, weight_decay=0.0)
+    tx = recipe(0.02, adamw=adamw, dtype="float32", matrices=matrices)
     start, alone, losses = on_one_device(tx, tmp_path)
     again, state, found = train(tmp_path, **LAYOUTS[layout](tx, SHARDED))
     assert len(losses) == 8

@@ -63,12 +63,10 @@ def ours(nesterov=True, weight_decay=0.0, consistent_rms=None, adam_weight_decay
     """MaxText's arguments as ours."""
     return jm.muon(
         0.02,
-        0.95,
-        weight_decay,
+        weight_decay=weight_decay,
         bias_correction=True,
         nesterov=nesterov,
         adjust_lr_fn="original" if consistent_rms is None else "match_rms_adamw",
-        dtype="float64",
         polar=jm.NewtonSchulz(dtype="float64", eps=1e-8),
         # Theirs, like optax's, hands Muon's `nesterov` to its Adam.
         adamw=optax.adamw(0.02, weight_decay=adam_weight_decay, nesterov=nesterov),

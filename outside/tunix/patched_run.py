@@ -84,7 +84,7 @@ if __name__ == "__main__":
     rate = optax.linear_schedule(0.03, 0.01, test_tunix.STEPS)
     model = test_tunix.make_model(mesh, lora)
     matrices = test_tunix.PAGE["read"](model, nnx.LoRAParam if lora else nnx.Param)
-    tx = jm.nanochat(rate, adamw=1e-3, dtype="float32", matrices=matrices)
+    tx = jm.nanochat(rate, adamw=jm.adamw(1e-3), dtype="float32", matrices=matrices)
     settings = peft_trainer.TrainingConfig(eval_every_n_steps=100)
     alone = Trainer(model, tx, settings)
     with mesh:

@@ -1,8 +1,8 @@
 """Misuse that must raise an error: with the name, the value and what is expected."""
 
-import functools
 import re
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +12,9 @@ import pytest
 import jax_muon as jm
 from jax_muon.polar.coefficients import polar_express_coefficients
 from tests.matrices import reader, toy
+from tests.recipes import RECIPES
 
-muon, nanochat = (functools.partial(x, matrices=toy) for x in (jm.muon, jm.nanochat))
+muon, nanochat = RECIPES["muon"], RECIPES["nanochat"]
 
 PARAMS = {"wte": jnp.ones((5, 4)), "w": jnp.ones((4, 6)), "bias": jnp.ones(6)}
 MATRIX = {"w": jnp.ones((4, 6))}
@@ -33,6 +34,11 @@ def read_as(rules, **recipe):
 def known(params, **settings):
     """What is read of other parameters."""
     return reader(**settings)(params)
+
+
+def injected(**settings):
+    labels = {"wte": "adamw", "*": "muon"}
+    return optax.inject_hyperparams(nanochat)(**{"matrices": labels} | settings)
 
 
 def on_mesh(specs=None, **settings):
@@ -56,12 +62,12 @@ def resumed(tx, other):
 MOUN, X = {"w": "moun", "wte": "adamw"}, {"w": "x", "wte": "adamw"}
 # The words of an error, and the wrong use that raises it: at once,
 WRONG = {
-    "learning_rate=-0.1; expected a finite number of": lambda: muon(-0.1),
-    "learning_rate=True; expected": lambda: muon(True),
-    "learning_rate=Array([1., 1.]": lambda: muon(jnp.ones(2)),
+    "learning_rate=-0.1; expected a finite number of": lambda: muon(learning_rate=-0.1),
+    "learning_rate=True; expected": lambda: muon(learning_rate=True),
+    "learning_rate=Array([1., 1.]": lambda: muon(learning_rate=jnp.ones(2)),
     "weight_decay=nan; expected": lambda: nanochat(weight_decay=NAN),
     "(momentum of a recipe)=1.0; expected": lambda: muon(momentum=1.0),
-    "(beta2 of a recipe)=1.0; expected": lambda: jm.normuon(beta2=1.0),
+    "(beta2 of a recipe)=1.0; expected": lambda: RECIPES["normuon"](beta2=1.0),
     "rms=0.0; expected a finite": lambda: jm.normalize_frobenius(0.0),
     "balance=1.5; expected a finite number in [0, 1]": lambda: jm.clip_qk(
         1.0, balance=1.5
@@ -95,21 +101,60 @@ WRONG = {
     "such as PolarExpress()": lambda: muon(polar=jm.NewtonSchulz),
     "with on_mesh around all other transforms": lambda: jm.verify(muon(), PARAMS),
     "expected an optax transform": lambda: muon(adamw=optax.adamw),
-    "(params, loss_fn, batch), or a function of pa": lambda: muon(matrices="muon"),
+    "matrices='muon'; expected jax_muon.find_matrices(params": lambda: muon(
+        matrices="muon"
+    ),
+    "matrices=None; expected jax_muon.find_matrices(params, loss_fn": lambda: jm.muon(
+        0.1, matrices=None
+    ),
+    "adamw=0.001; expected an optax transform": lambda: muon(adamw=1e-3),
+    "ns_steps=4; expected None beside polar=": lambda: muon(
+        ns_steps=4, polar=jm.ExactPolar()
+    ),
+    "dtype='nonsense'; expected None beside polar=": lambda: muon(
+        dtype="nonsense", polar=jm.ExactPolar()
+    ),
+    "version='2026-08'; expected one of '2026-01', '2026-03'": lambda: nanochat(
+        version="2026-08"
+    ),
 }
 WRONG |= {  # at init,
-    "static_args=('ns_steps',)": lambda: init(
-        optax.inject_hyperparams(jm.nanochat)(ns_steps=5)
+    "static_args=('ns_steps',)": lambda: init(injected(ns_steps=5)),
+    "static_args=('polar',)": lambda: init(injected(polar=jm.PolarExpress())),
+    "such as PolarExpress(); under optax.inject_hyperparams name it": lambda: init(
+        injected(polar=jnp.tanh)
+    ),
+    "static_args=('matrices',)": lambda: init(injected(matrices=toy)),
+    "static_args=('weight_decay_mask',)": lambda: init(
+        injected(weight_decay_mask=lambda tree: tree)
+    ),
+    "static_args=('mask',)": lambda: init(
+        optax.inject_hyperparams(jm.adamw)(0.1, mask=lambda tree: tree)
+    ),
+    "no transform for the label 'adamw' of bias, wte; expected jax_muon.adamw(": (
+        lambda: init(jm.nanochat(0.1, matrices=toy))
+    ),
+    "labels of groups=['frozn']; expected labels of ['adamw', 'muon']": lambda: init(
+        muon(groups={"frozn": optax.set_to_zero()})
+    ),
+    "{'*': 'muon'}; expected jax_muon.find_matrices(params, loss_fn, batch), or fi": (
+        lambda: init(jm.orthogonalize(matrices={"*": "muon"}), MATRIX)
+    ),
+    "one vector of shape (50,), as optax.flatten": lambda: init(optax.flatten(muon())),
+    "one vector of shape (24,), as optax.flatten": lambda: init(
+        optax.flatten(jm.orthogonalize()), MATRIX
     ),
     "rules: '0' matches no parameter": lambda: init(read_as(["frozen"])),
     "joins={'w': 0.5}: K=0.5; expected a Python int": lambda: known(
         MATRIX, joins={"w": 0.5}
     ),
-    "parameters have no corresponding transform": lambda: init(read_as(MOUN)),
+    "no transform for the label 'moun' of w; expected one in groups, or one of": (
+        lambda: init(read_as(MOUN))
+    ),
     "groups['x'](matrices)=None; expected": lambda: init(
         read_as(X, groups={"x": NONE})
     ),
-    "=None; expected jax_muon.find_matrices(params, loss": lambda: init(
+    "matrices(params)=None; expected jax_muon.find_matrices(params": lambda: init(
         muon(matrices=NONE)
     ),
     "matrices= splits w, which a piece would not apply": lambda: init(
@@ -130,7 +175,7 @@ WRONG |= {  # at init,
         nanochat(), {"z": jnp.zeros((), "int32")}
     ),
     "dtype float8_e4m3fn, which AdamW cannot train": lambda: init(
-        jm.nanochat(), {"z": jnp.ones((4, 6), "float8_e4m3fn")}
+        nanochat(matrices={}), {"z": jnp.ones((4, 6), "float8_e4m3fn")}
     ),
 }
 WRONG |= {  # or at update
@@ -160,6 +205,14 @@ WRONG |= {  # or at update
     "0/mu/w': float32 of shape (4, 6); expected int8": lambda: resumed(
         muon(mu_dtype="int8"), muon()
     ),
+    "array 'inner_states/adamw/inner_state/0/count' is in dicts; expected": lambda: (
+        step(
+            muon(), PARAMS, state=flax.serialization.to_state_dict(muon().init(PARAMS))
+        )
+    ),
+    "the weight decay says nothing of parameter 'w', but of x": lambda: step(
+        muon(weight_decay=0.1, weight_decay_mask={"x": True})
+    ),
 }
 
 
@@ -170,8 +223,9 @@ def test_wrong_uses(words):
 
 
 def test_numbers_of_numpy_are_numbers():
-    assert muon(np.float16(0.5), np.asarray(0.75), ns_steps=np.int32(3))
-    assert muon(jnp.float32(0.5))
+    rates = {"learning_rate": np.float16(0.5), "momentum": np.asarray(0.75)}
+    assert muon(**rates, ns_steps=np.int32(3))
+    assert muon(learning_rate=jnp.float32(0.5))
 
 
 # --- gradients and states of other parameters: once, in `partition` and `on_mesh` -----

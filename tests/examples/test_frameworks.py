@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 import jax_muon as jm
 from jax_muon.base.trees import leaves_with_paths
 from tests import pages, trees
+from tests.recipes import RECIPES
 
 # --- Flax -----------------------------------------------------------------------------
 
@@ -100,7 +101,9 @@ def test_qk_clip_of_latent_attention(axis, x64):
 def test_state_in_the_hosts_memory():
     """A step keeps it there, sharded as on the devices."""
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
-    tx = jm.on_mesh(jm.muon(ns_steps=2, matrices={"up": "muon"}), mesh, divide="data")
+    tx = jm.on_mesh(
+        RECIPES["muon"](ns_steps=2, matrices={"up": "muon"}), mesh, divide="data"
+    )
     params = grads = trees.normal({"up": (16, 64), "b": (16,)})
     names = {"jax": jax, "jm": jm, "tx": tx, "params": params, "mesh": mesh}
     found = pages.run("State in the host's memory", **names)
@@ -180,7 +183,8 @@ def test_diloco():
         pools = jm.describe(inner, start).pools
         _, params, _ = trees.run(inner, start, [grads, grads])
     assert {pool.batch_axes for pool in pools} == {("worker",)}
-    alone = jm.nanochat(matrices={"wte": "adamw", "*": "muon"})
+    labels = {"wte": "adamw", "*": "muon"}
+    alone = jm.nanochat(0.02, adamw=jm.adamw(3e-3), matrices=labels)
     for worker in range(workers):
         own, gradient = (jax.device_get(x) for x in (params, grads))
         own, gradient = jax.tree.map(lambda x, w=worker: x[w], (own, gradient))

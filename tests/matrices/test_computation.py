@@ -15,6 +15,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from tests.programs.parts import floats
+from tests.recipes import RECIPES
 
 pytestmark = pytest.mark.usefixtures("as_users_write")
 
@@ -96,7 +97,9 @@ def test_split_outputs_are_shown_unless_a_split_says_so():
     read = functools.partial(jm.find_matrices, params, fused, floats(3, 9, 16))
     found, said = read(), "its outputs are split: splits="
     parts = {"part_0": 16, "part_1": 16, "part_2": 8}
-    for table in map(str, (found, jm.describe(jm.nanochat(matrices=found), params))):
+    for table in map(
+        str, (found, jm.describe(RECIPES["nanochat"](matrices=found), params))
+    ):
         assert table.count(said) == 3
         assert table.count(f"{said}{{'qkv': Split({tuple(parts)})}}\n") == 2
         assert f"{said}{{'odd/fused': Split({parts})}}\n" in table

@@ -12,6 +12,7 @@ from flax.core import FrozenDict
 
 import jax_muon as jm
 from jax_muon.base.trees import is_box, leaves_with_paths
+from tests.recipes import RECIPES
 
 
 class LinenBlock(nn.Module):
@@ -60,7 +61,7 @@ def test_forms_of_nnx():
         seen.append(dict(leaves_with_paths(matrices.labels(params))))
         return matrices
 
-    tx = jm.keep_residual(jm.nanochat(matrices=recording, dtype="float32"))
+    tx = jm.keep_residual(RECIPES["nanochat"](matrices=recording, dtype="float32"))
     optimizer, before = nnx.Optimizer(model, tx, wrt=nnx.Param), narrow.kernel[...]
     optimizer.update(model, nnx.grad(lambda m: jnp.mean(m(jnp.eye(8)) ** 3))(model))
     assert len(seen) >= 2
@@ -165,7 +166,9 @@ def test_a_python_float_is_a_scalar_for_adamw():
     loss = lambda p, x: jnp.sum(p["scale"] * x @ p["up"])  # noqa: E731
     matrices = jm.find_matrices(params, loss, jnp.ones((2, 8)), rules={"up": "muon"})
     assert matrices["scale"].label == "adamw" and matrices["scale"].shape == ()
-    tx = jm.nanochat(0.02, adamw=optax.sgd(1.0), matrices=matrices)
+    tx = RECIPES["nanochat"](
+        learning_rate=0.02, adamw=optax.sgd(1.0), matrices=matrices
+    )
     mesh = jax.make_mesh((8,), ("data",))
     grads = jax.grad(loss)(params, jnp.ones((2, 8)))
     for each in (tx, jm.on_mesh(tx, mesh, divide="data")):

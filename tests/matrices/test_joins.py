@@ -16,6 +16,7 @@ from jax_muon.matrices.joins import joined_matrices, map_joined, with_joins
 from tests import trees
 from tests.matrices import reader
 from tests.programs.parts import floats
+from tests.recipes import RECIPES
 
 ATTN_Q = "blocks/{i}/attn/q"
 Q, NARROW = floats(4, 6), jax.ShapeDtypeStruct((4, 6), "bfloat16")
@@ -165,4 +166,4 @@ def test_bad_joins(params, joins, match):
 def test_joins_by_number_need_the_roles_that_a_loss_shows():
     params = trees.normal({f"{i}/q": (4, 6) for i in range(2)})
     with pytest.raises(ValueError, match="value that a loss shows"):
-        jm.teon(matrices={"*": "muon"}).init(params)
+        RECIPES["teon"](matrices={"*": "muon"}).init(params)

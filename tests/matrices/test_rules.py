@@ -15,6 +15,7 @@ import jax_muon as jm
 from jax_muon.base.trees import leaves_with_paths, numberless
 from jax_muon.matrices.matrices import MatrixAxes
 from tests.programs.parts import floats
+from tests.recipes import RECIPES
 
 pytestmark = pytest.mark.usefixtures("as_users_write")
 
@@ -234,7 +235,7 @@ def choices(tree, rules=None):
 def test_without_a_loss_one_error_lists_all_kinds():
     """The loss comes first, and a mapping second in which every choice is open."""
     with pytest.raises(ValueError, match=r"whether 5 of 10 parameters are") as error:
-        jm.nanochat().init(undecided())
+        RECIPES["nanochat"](matrices={}).init(undecided())
     first, *lines = str(error.value).splitlines()
     assert (
         "shows it, jax_muon.find_matrices(params, loss_fn, batch), or a rule" in first
@@ -276,7 +277,7 @@ def test_without_strict_doubts_are_warnings_and_go_to_adamw():
         matrices = jm.find_matrices(params, strict=False)
     assert seen[0].filename == __file__ and matrices["proj"].label == "adamw"
     with pytest.warns(UserWarning, match="no parameter is a matrix"):
-        jax.eval_shape(jm.nanochat(matrices=matrices).init, params)
+        jax.eval_shape(RECIPES["nanochat"](matrices=matrices).init, params)
 
 
 def test_dots_in_a_key_separate_modules_as_slashes_do():

@@ -27,7 +27,7 @@ def test_a_fused_kernel_takes_the_path_of_three(name, x64):
         return {"attn/qkv": jnp.concatenate([parts[x] for x in widths], axis=1)}
 
     def run(given, **matrices):
-        tx = RECIPES[name](0.01, dtype="float64", **matrices)
+        tx = RECIPES[name](learning_rate=0.01, dtype="float64", **matrices)
         return trees.run(tx, given[0], given[1:])[0]
 
     whole, expected = [*map(fused, apart)], [*map(fused, run(apart))]
@@ -45,7 +45,9 @@ def test_heads_are_joined_over_layers(rng, x64, scanned):
     params = one if scanned else many
     joins = {"layers/q" if scanned else "layers/{i}/q": 2}
     reading = reader(splits={"q": jm.Split.heads(3)}, joins=joins)
-    tx = jm.muon(1.0, 0.0, dtype="float64", matrices=reading)
+    tx = RECIPES["muon"](
+        learning_rate=1.0, momentum=0.0, dtype="float64", matrices=reading
+    )
     updates, _ = tx.update(params, tx.init(params), params)
     heads = kernel.reshape(4, 8, 3, 4)
     pairs = np.concatenate([heads[0::2], heads[1::2]], axis=1)  # (2, 16, 3, 4)
@@ -62,7 +64,7 @@ UNEVEN = jm.Split({"q": 24, "k": 15, "v": 9}), jm.Split(("q", "k", "v"))
 @pytest.mark.parametrize("split", [*UNEVEN, jm.Split.heads(3)], ids=str)
 def test_parts_that_devices_do_not_divide(split):
     """(16, 48) over 4 devices, whose pieces are not those of the parts."""
-    tx = jm.muon(matrices=reader(splits={"w": split}), dtype="float32")
+    tx = RECIPES["muon"](matrices=reader(splits={"w": split}), dtype="float32")
     tx = jm.on_mesh(tx, mesh_of(4), PartitionSpec(None, "data"))
     found = jm.verify(tx, {"w": jax.ShapeDtypeStruct((16, 48), "float32")})
     assert found.ok, found
@@ -82,7 +84,7 @@ def test_rules_are_about_whole_parameters():
             "qkv/q": jm.Split.heads(2),
         },
     )
-    tx = jm.nanochat(matrices=matrices)
+    tx = RECIPES["nanochat"](matrices=matrices)
     found = jm.describe(tx, params).parameters
     assert {x.parameter.path: x.matrices for x in found} == {
         **{"w/q": (1, 6, 4), "w/kv": (1, 6, 8), "b/x": None, "b/y": None},

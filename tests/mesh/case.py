@@ -106,8 +106,9 @@ def recipe(name="nanochat", **settings):
 
     At eps=1e-10 it would; and one flip of a cautious mask is 1e-3 by itself.
     """
-    given = {"dtype": "float32", "adamw": ADAMW, "weight_decay": 0.0, "steps": 2}
-    return RECIPES[name](falling_rate, **given | settings)
+    given = {"dtype": "float32", "adamw": ADAMW, "weight_decay": 0.0}
+    given |= {"learning_rate": falling_rate, "ns_steps": 2}
+    return RECIPES[name](**given | settings)
 
 
 # --- layouts --------------------------------------------------------------------------

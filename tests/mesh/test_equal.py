@@ -17,6 +17,7 @@ from tests import trees
 from tests.matrices import reader, toy
 from tests.mesh import case
 from tests.mesh.case import AUTO, EXPLICIT, make_step, mesh_of, recipe
+from tests.recipes import RECIPES
 
 
 def inside(tx):
@@ -249,7 +250,9 @@ def test_what_has_no_sharding_type_is_named_and_runs_on_auto_axes(name):
 
 def test_gradients_of_an_update_eager_and_jitted():
     params = {"w": jnp.sin(jnp.arange(16.0 * 24)).reshape(16, 24)}
-    plain = jm.muon(0.1, dtype="float32", ns_steps=2, matrices=toy)
+    plain = RECIPES["muon"](
+        learning_rate=0.1, dtype="float32", ns_steps=2, matrices=toy
+    )
     on = jm.on_mesh(plain, mesh_of(8), divide="data", min_size=1)
 
     def update(params, tx=on):
@@ -288,9 +291,8 @@ def test_leaves_that_are_not_there():
 
     The matrix has a weak type, which a cast would strip.
     """
-    params = {"a": {"w": jnp.full((8, 12), 0.5), "no": None}, "norm": [jnp.ones(4)]}
-    groups = {"unused": optax.adam(1.0)}
-    plain = jm.nanochat(groups=groups, dtype="float32", matrices=toy)
+    params = {"a": {"w": jnp.full((8, 12), 0.5), "no": None}, "b": [jnp.ones((4, 8))]}
+    plain = RECIPES["nanochat"](dtype="float32")
     tx = jm.on_mesh(plain, mesh_of(4), divide="data", min_size=1)
     case.assert_verified(tx, params)
     updates, _ = tx.update(params, tx.init(params), params)
@@ -326,7 +328,9 @@ def test_on_mesh_inside_injected_rates():
     """On Auto axes an error that says where it belongs, and never a wrong number."""
 
     def make(learning_rate, mesh=None):
-        tx = jm.muon(learning_rate, dtype="float32", ns_steps=2, matrices=toy)
+        tx = RECIPES["muon"](
+            learning_rate=learning_rate, dtype="float32", ns_steps=2, matrices=toy
+        )
         return tx if mesh is None else jm.on_mesh(tx, mesh, divide="data")
 
     def found(kind):
@@ -358,8 +362,8 @@ def test_a_loss_for_auto_axes_is_read_inside_on_mesh(rows):
         seen.extend(jax.tree.leaves(shapes))
         return jm.find_matrices(shapes, loss, jax.ShapeDtypeStruct((8, 4), jnp.int32))
 
-    tx = jm.nanochat(matrices=matrices, dtype="float32")
-    alone = jm.nanochat(matrices={"up": "muon", "*": "adamw"}, dtype="float32")
+    tx = RECIPES["nanochat"](matrices=matrices, dtype="float32")
+    alone = RECIPES["nanochat"](matrices={"up": "muon", "*": "adamw"}, dtype="float32")
     expected, _ = alone.update(params, alone.init(params), params)
     with jax.set_mesh(mesh):
         sharded = jm.on_mesh(tx, mesh, P("data"), divide="data")
@@ -374,7 +378,9 @@ def test_a_loss_for_auto_axes_is_read_inside_on_mesh(rows):
 def test_joins_along_sharded_layers(devices):
     """Each device has whole pairs of layers, or else all layers."""
     matrices = functools.partial(toy, joins={"scan/mlp": 2})
-    tx = jm.teon(0.1, dtype="float32", ns_steps=2, matrices=matrices)
+    tx = RECIPES["teon"](
+        learning_rate=0.1, dtype="float32", ns_steps=2, matrices=matrices
+    )
     params = {"scan/mlp": jnp.ones((6, 8, 16))}
     on = jm.on_mesh(tx, mesh_of(devices), P("data"), min_size=1)
     case.assert_verified(on, params)

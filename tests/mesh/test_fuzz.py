@@ -27,6 +27,7 @@ from optax.contrib import MuonDimensionNumbers
 import jax_muon as jm
 from jax_muon.tools.verify import compare
 from tests.mesh.case import mesh_of
+from tests.recipes import RECIPES
 
 DRAWN = {  # settings, of the recipes that have them
     "learning_rate": (0.02, 0.9),  # at 1, a step from 0 ends on the very sphere
@@ -152,18 +153,18 @@ def optimizer(case, params, rng):
     """The optimizer of one device."""
     recipe = getattr(jm, case["recipe"])
     known = inspect.signature(recipe).parameters
-    given = {
+    given = dict(RECIPES[case["recipe"]].keywords)
+    given |= {
         name: values[rng.integers(len(values))]
         for name, values in DRAWN.items()
         if name in known and rng.random() < 0.25
     }
     products = "bfloat16" if "products" in case["dtype"] else "float32"
-    given |= {
-        "dtype": products,
-        "ns_steps": 2,
-        "groups": {"frozen": optax.set_to_zero()},
-    }
     given |= {"matrices": reading(case, params), "polar": POLARS[case["polar"]]()}
+    if given["polar"] is None:
+        given |= {"dtype": products, "ns_steps": 2}
+    if case["reading"] == "labels":
+        given["groups"] = {"frozen": optax.set_to_zero()}
     if case["dtype"] == "float16":
         # AdamW's squares are 0 or infinite there. At a rate of 1, because a train step
         # rounds parameters of 1e-4 to 6e-8, or 1.2e-7: gradients of 3e-4 at a rate of
@@ -316,7 +317,7 @@ def test_two_shapes_gathered_in_bfloat16():
     """XLA moved the transpose of one into a product that no CPU runs."""
     params = dict.fromkeys("ab", jax.ShapeDtypeStruct((24, 4), "float32"))
     matrices = {"a": "muon", "b": MuonDimensionNumbers(1, 0)}
-    tx = jm.muon(ns_steps=1, dtype="bfloat16", matrices=matrices)
+    tx = RECIPES["muon"](ns_steps=1, dtype="bfloat16", matrices=matrices)
     specs = {"a": P(None, "fsdp"), "b": P()}
     found = jm.verify(jm.on_mesh(tx, mesh_of(2, names=("fsdp",)), specs), params)
     assert found.ok, found

@@ -23,6 +23,7 @@ from tests.mesh.case import (
     mesh_of,
     put,
 )
+from tests.recipes import RECIPES
 
 # --- what travels, and who computes ---------------------------------------------------
 
@@ -59,7 +60,7 @@ LAYOUTS = [
 def test_describe_tells_what_is_sent(shape, spec):
     """All-to-alls, and over an axis that repeats matrices all-gathers of the shares."""
     mesh = mesh_of(*shape)
-    tx = jm.on_mesh(jm.nanochat(dtype="float32", matrices=toy), mesh, spec)
+    tx = jm.on_mesh(RECIPES["nanochat"](dtype="float32", matrices=toy), mesh, spec)
     step, args = step_of(tx, gpt(), mesh, spec)
     sent = collectives(step, *args)
     # Two shapes, each in two chunks, each there and back.
@@ -90,7 +91,7 @@ def test_describe_tells_what_is_sent(shape, spec):
 def test_no_matrix_is_gathered_and_no_product_computed_twice():
     """In the program that XLA compiles."""
     mesh, spec = mesh_of(4, 2), P("data", "fsdp")
-    tx = jm.nanochat(dtype="float32", matrices=toy)
+    tx = RECIPES["nanochat"](dtype="float32", matrices=toy)
     module = compiled(*step_of(jm.on_mesh(tx, mesh, spec), gpt(), mesh, spec))
     kinds = {transfer.kind for transfer in module.transfers()}
     assert kinds <= {"all-to-all", "all-reduce"}
@@ -104,7 +105,7 @@ def test_describe_leaves_out_mesh_axes_of_one_device():
     names = ("data", "fsdp", *(f"axis_{i}" for i in range(9)))
     mesh = mesh_of(1, 8, *[1] * 9, names=names)
     spec = P(("data", *names[3:], "fsdp"), names[2])
-    tx = jm.on_mesh(jm.muon(matrices=toy), mesh, spec)
+    tx = jm.on_mesh(RECIPES["muon"](matrices=toy), mesh, spec)
     table = str(jm.describe(tx, {"up": jax.ShapeDtypeStruct((64, 256), "float32")}))
     assert "fsdp x -" in table.splitlines()[1]
     assert "axis_" not in table
@@ -138,7 +139,11 @@ def test_groups_of_matrices_find_different_owners():
         # Small ones are gathered at once, by all devices.
         (jm.orthogonalize(), dict.fromkeys("abcde", (8, 8)), [("all-gather", 5 * 32)]),
         # Experts on devices of their own.
-        (jm.nanochat(ns_steps=2, matrices=toy), {"experts/up": (8, 16, 24)}, []),
+        (
+            RECIPES["nanochat"](ns_steps=2, matrices=toy),
+            {"experts/up": (8, 16, 24)},
+            [],
+        ),
     ],
 )
 def test_matrices_without_owners(tx, shapes, expected):

@@ -13,9 +13,10 @@ import jax_muon as jm
 from tests.matrices import toy
 from tests.mesh import case, losses
 from tests.mesh.case import AUTO, EXPLICIT, make_step, mesh_of
+from tests.recipes import RECIPES
 
 W = {"w": jax.ShapeDtypeStruct((8, 12), "float32")}
-MUON = jm.nanochat(matrices=toy)
+MUON = RECIPES["nanochat"](matrices=toy)
 
 
 def on_mesh(specs=None, divide=(), params=W):
@@ -145,7 +146,7 @@ def test_deleted_and_other_arguments():
     step, batch = make_step(problem="one matrix only"), case.batches(1)[0]
     placed, state = step.init(params)
     with pytest.raises(ValueError, match="state is not one of this optimizer"):
-        step(placed, jm.muon(matrices=toy).init(params), batch)
+        step(placed, RECIPES["muon"](matrices=toy).init(params), batch)
     step(placed, state, batch)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
     with pytest.raises(ValueError, match=r"params.* is deleted: an earlier call"):

@@ -13,6 +13,7 @@ import jax_muon as jm
 from benchmarks.schedule.jaxpr import collectives
 from tests.mesh import case, losses
 from tests.mesh.case import AUTO, EXPLICIT, mesh_of
+from tests.recipes import RECIPES
 
 pytestmark = pytest.mark.usefixtures("as_users_write")
 
@@ -178,7 +179,7 @@ def test_the_reading_finds_layers_and_specs_avoid_them(how):
         assert divided(params, matrices=reading)["layers"]["w"] == spec
     none_fits = divided({"layers": {"w": jnp.ones((8, 3))}}, axes=(), matrices=matrices)
     assert none_fits["layers"]["w"] == P(None, None)
-    tx = jm.on_mesh(jm.muon(matrices=matrices), mesh, divide="data", min_size=1)
+    tx = jm.on_mesh(RECIPES["muon"](matrices=matrices), mesh, divide="data", min_size=1)
     state = jm.abstract_state(tx, params, mesh)
     specs = {x.sharding.spec for x in jax.tree.leaves(state) if x.ndim == 4}
     assert specs == {P(None, "data")}

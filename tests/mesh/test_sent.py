@@ -17,6 +17,7 @@ from benchmarks.schedule.jaxpr import collectives
 from tests.matrices import toy
 from tests.mesh import case
 from tests.mesh.case import make_step, mesh_of
+from tests.recipes import RECIPES
 
 NARROW = dict.fromkeys(("reduce_dtype", "gather_dtype"), "bfloat16")
 
@@ -134,7 +135,7 @@ def test_a_trace_asks_no_tracer_for_its_sharding(monkeypatch):
         raise AttributeError
 
     monkeypatch.setattr(jax.core.Tracer, "sharding", property(sharding))
-    tx = jm.on_mesh(jm.muon(matrices=toy), mesh_of(8), divide="data")
+    tx = jm.on_mesh(RECIPES["muon"](matrices=toy), mesh_of(8), divide="data")
 
     def step(params):
         jm.abstract_state(tx, params, mesh_of(8))

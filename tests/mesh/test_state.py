@@ -11,13 +11,14 @@ from jax_muon.transforms.keep_residual import _whole
 from tests.matrices import toy
 from tests.mesh import case
 from tests.mesh.case import AUTO, EXPLICIT, make_step, mesh_of, recipe
+from tests.recipes import RECIPES
 
 
 def test_state_of_gpt2_is_an_even_share():
     """GPT-2 124M with an odd vocabulary: within 1 % of the whole over the devices."""
     table = {"wte": jax.ShapeDtypeStruct((50257, 768), "float32")}
     params = table | case.gpt(layers=12, width=768)
-    tx, mesh = jm.nanochat(matrices=toy), mesh_of(8)
+    tx, mesh = RECIPES["nanochat"](matrices=toy), mesh_of(8)
     on = jm.on_mesh(tx, mesh, divide="data")
     held = jm.describe(on, params).held_bytes["state"]
     assert held < 1.01 * jm.describe(tx, params).held_bytes["state"] / 8
@@ -74,7 +75,7 @@ def test_split_parts_that_devices_do_not_divide_are_divided_elsewhere():
     params = {"qkv": jnp.ones((72, 64))}
     splits = {"qkv": jm.Split({"q": 64, "k": 4, "v": 4}, axis=0)}
     matrices = jm.find_matrices(params, rules={"*": "muon"}, splits=splits)
-    tx = jm.on_mesh(jm.nanochat(matrices=matrices), mesh_of(8), divide="data")
+    tx = jm.on_mesh(RECIPES["nanochat"](matrices=matrices), mesh_of(8), divide="data")
     for leaf in jax.tree.leaves(tx.init(params)):
         assert leaf.ndim < 2 or any(leaf.sharding.spec) or 1 in leaf.shape
     assert jm.describe(tx, params).sent_bytes["gathers"] > 0

@@ -34,7 +34,7 @@ def test_the_step_of_the_page(keras, rng, as_users_write):
         return jnp.mean((out - y) ** 2)
 
     matrices = jm.find_matrices(params, page["loss_of"](model, mean_square), x, y)
-    tx = jm.moonlight(0.02, matrices=matrices)
+    tx = jm.moonlight(0.02, matrices=matrices, adamw=jm.adamw(0.02))
     step, state, losses = page["make_step"](model, tx, mean_square), tx.init(params), []
     for _ in range(20):
         before, (params, state, loss) = params, step(params, state, x, y)
@@ -59,7 +59,7 @@ def test_trajectory(keras):
         optimizer.apply([grad[k] for k in theirs], list(theirs.values()))
     adamw = optax.adamw(rate, 0.9, 0.999, 1e-12, weight_decay=decay)
     given = {"adamw": adamw, "matrices": {"embedding": "adamw", "*": "muon"}}
-    tx = jm.moonlight(rate, 0.95, decay, dtype="float32", **given)
+    tx = jm.moonlight(rate, weight_decay=decay, dtype="float32", **given)
     _, ours, _ = trees.run(tx, start, grads)
     for name, x in start.items():
         moved = ours[name] - x

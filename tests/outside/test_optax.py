@@ -52,7 +52,7 @@ def factory(name):
 
     def make(learning_rate: optax.ScalarOrSchedule):
         return RECIPES[name](
-            learning_rate,
+            learning_rate=learning_rate,
             **decay,
             adamw=optax.adam(learning_rate),
             matrices=lambda params: jm.find_matrices(

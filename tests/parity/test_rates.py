@@ -19,6 +19,7 @@ from tests import trees
 LR = 0.01
 SAME = {"dtype": "float64", "adamw": optax.set_to_zero()}
 SAME |= {"matrices": {"kernel": "muon"}}
+EXACT = SAME | {"dtype": None, "polar": jm.ExactPolar()}
 
 
 def by_torch(make, **settings):
@@ -105,9 +106,7 @@ def test_normalized_recipes_step_as_far_as_those_that_they_come_from(problems, x
     """NorMuon moves entries by other amounts; a sphere takes the radial part away."""
 
     def norms(recipe, **more):
-        update = by_optax(
-            lambda m, n: recipe(LR, polar=jm.ExactPolar(), **SAME, **more)
-        )
+        update = by_optax(lambda m, n: recipe(LR, **EXACT, **more))
         return [np.linalg.norm(update(w, g)) for w, g in problems]
 
     plain, moonlight = norms(jm.muon), norms(jm.moonlight, weight_decay=0.0)

@@ -20,17 +20,17 @@ A = {"a": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
 def test_any_optimizer():
     table = str(jm.describe(optax.sgd(0.1, momentum=0.9), A))
     assert "256 B" in table.splitlines()[1]
-    tx = jm.nanochat(matrices={"a": "muon"})
+    tx = RECIPES["nanochat"](matrices={"a": "muon"})
     alone = jm.describe(tx, A).parameters
     for around in (
         optax.chain(optax.clip_by_global_norm(1.0), tx),
-        optax.inject_hyperparams(jm.nanochat)(matrices={"a": "muon"}),
+        optax.inject_hyperparams(jm.nanochat)(0.02, matrices={"a": "muon"}),
         jm.skip_nonfinite(tx),
     ):
         assert jm.describe(around, A).parameters == alone
     (found,) = jm.describe(optax.MultiSteps(tx, 2), A).parameters
     assert found.state_bytes == alone[0].state_bytes + 8 * 8 * 4  # a sum of gradients
-    both = jm.nanochat(matrices={"*": "muon"})
+    both = RECIPES["nanochat"](matrices={"*": "muon"})
     counted = jm.describe(both, A | {"count": A["a"]}).parameters
     assert counted[1].state_bytes == alone[0].state_bytes  # and no counts of steps
     joined = jm.describe(RECIPES["teon"](), trees.normal(SHAPES)).parameters
@@ -42,7 +42,7 @@ def test_matrices_too_small_for_owners(kind):
     """And state that is too small to be divided."""
     params = {f"{i}/w": jax.ShapeDtypeStruct((8, 16), jnp.float32) for i in range(5)}
     params["wte"] = jax.ShapeDtypeStruct((64, 8), jnp.float32)
-    tx = jm.nanochat(matrices={"wte": "adamw", "*": "muon"})
+    tx = RECIPES["nanochat"](matrices={"wte": "adamw", "*": "muon"})
     tx = jm.on_mesh(tx, mesh_of(4, kind=kind), divide="data", min_size=200)
     planned = jm.describe(tx, params)
     of_state = [leaf.state_spec for leaf in planned.parameters]
@@ -61,7 +61,7 @@ def test_bytes_on_a_device():
     shapes = {"q": (64, 64), "up": (64, 256)}
     params = {k: jax.ShapeDtypeStruct(x, jnp.float32) for k, x in shapes.items()}
     size = 4 * (64 * 64 + 64 * 256)
-    tx = jm.muon(matrices={"*": "muon"})
+    tx = RECIPES["muon"](matrices={"*": "muon"})
     assert jm.describe(tx, params).held_bytes["gradients"] == size
     held = jm.describe(jm.on_mesh(tx, mesh_of(4), divide="data"), params).held_bytes
     assert (held["parameters"], held["gradients"]) == (size, size // 4)
@@ -70,13 +70,3 @@ def test_bytes_on_a_device():
     tx = jm.on_mesh(tx, mesh_of(2, 4), P("fsdp"), divide=("data", "fsdp"))
     sent = jm.describe(tx, params).sent_bytes["gathers"]
     assert sent == size * 3 // 4 + size // 4 // 2
-
-
-def test_the_rate_of_a_recipes_own_adamw():
-    """Of one that no rate was given for, and no other."""
-    said = "adamw: the recipe's own, learning rate 0.0003; pass yours as adamw="
-    params = A | {"bias": jax.ShapeDtypeStruct((8,), jnp.float32)}
-    for adamw, rate in ((None, 3e-4), (1e-3, None), (optax.adam(1e-3), None)):
-        tx = jm.nanochat(adamw=adamw, matrices={"a": "muon"})
-        plan = jm.describe(tx, params)
-        assert plan.default_rate == rate and (said in str(plan)) == (adamw is None)

@@ -22,7 +22,7 @@ from tests.recipes import RECIPES
 SHAPES = {"q": (16, 24), "stack/up": (2, 16, 32), "bias": (7,)}
 SHAPES = {path: jax.ShapeDtypeStruct(x, "float32") for path, x in SHAPES.items()}
 SPECS = {"q": P("fsdp"), "stack/up": P(None, "fsdp"), "bias": P()}
-FAST = {"dtype": "float32", "steps": 2}
+FAST = {"dtype": "float32", "ns_steps": 2}
 ZEROS = {path: np.zeros(x.shape, x.dtype) for path, x in SHAPES.items()}
 W = {"w": jax.ShapeDtypeStruct((4, 8), "float32")}
 
@@ -95,7 +95,12 @@ WILD = optax.stateless(lambda g, p: jax.tree.map(lambda x: jnp.sin(1e4 * x), g))
 GATHERED = {"divide": "data", "min_size": 1, "gather_dtype": "bfloat16"}
 BOUNDS = {  # the optimizer, its layout, a dtype, and the bound, at least and at most
     "float64": (optax.sgd(0.1), {}, "float64", (1e-10, 1e-10)),
-    "bfloat16 inside": (jm.muon(matrices={"*": "muon"}), {}, "float32", (0.1, 0.1)),
+    "bfloat16 inside": (
+        RECIPES["muon"](matrices={"*": "muon"}),
+        {},
+        "float32",
+        (0.1, 0.1),
+    ),
     "rounded gathers": (optax.sgd(0.1), GATHERED, "float32", (0.0039, 0.004)),
     "ten times the last bits": (WILD, {}, "float32", (1e-4, 0.1)),
 }
@@ -143,7 +148,8 @@ def test_a_decay_that_is_forgotten_on_the_mesh_is_found(recipe, decay):
     make = (
         optax.adamw if recipe == "adamw" else functools.partial(RECIPES[recipe], **FAST)
     )
-    right, wrong = (make(1e-3, weight_decay=x) for x in (decay, 0.0))
+    make = functools.partial(make, learning_rate=1e-3)
+    right, wrong = (make(weight_decay=x) for x in (decay, 0.0))
 
     def update(*args):
         on_mesh = "data" in jax.sharding.get_abstract_mesh().axis_names

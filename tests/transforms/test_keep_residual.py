@@ -11,6 +11,7 @@ import jax_muon as jm
 from jax_muon.transforms.keep_residual import _unit, _whole
 from tests import trees
 from tests.matrices import reader
+from tests.recipes import RECIPES
 
 BOTH = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 
@@ -100,9 +101,11 @@ JOINED = {"matrices": reader(LABELS, splits=QKV, joins=PAIRS)}
 SPHERES = {"matrices": LABELS, "dtype": "float32", "adamw": optax.adam(1e-4)}
 STILL = SPHERES | {"weight_decay": 0.0}
 RUNS = {
-    "joins": lambda keep: keep(jm.teon(1e-4, **STILL | JOINED)),
-    "int8": lambda keep: keep(jm.moonlight(1e-3, mu_dtype="int8", **STILL)),
-    "on spheres": lambda keep: keep(jm.muonh(1e-3, **SPHERES)),
+    "joins": lambda keep: keep(RECIPES["teon"](learning_rate=1e-4, **STILL | JOINED)),
+    "int8": lambda keep: keep(
+        RECIPES["moonlight"](learning_rate=1e-3, mu_dtype="int8", **STILL)
+    ),
+    "on spheres": lambda keep: keep(RECIPES["muonh"](learning_rate=1e-3, **SPHERES)),
     "in MultiSteps": lambda keep: optax.MultiSteps(keep(optax.adam(1e-3)), 2),
     "around skip_nonfinite": lambda keep: keep(jm.skip_nonfinite(optax.adam(1e-4))),
 }
@@ -143,7 +146,7 @@ MIXED |= {"ids": jnp.arange(3)}
 def test_others_have_none_and_describe_shows_it():
     groups = {"frozen": optax.set_to_zero()}
     rules = {"wide": "muon", "up": "muon", "ids": "frozen"}
-    plain = jm.moonlight(1e-3, groups=groups, matrices=rules)
+    plain = RECIPES["moonlight"](learning_rate=1e-3, groups=groups, matrices=rules)
     tx, grads = jm.keep_residual(plain), jax.tree.map(jnp.ones_like, MIXED)
     updates, _ = tx.update(grads, tx.init(MIXED), MIXED)
     expected, _ = plain.update(grads, plain.init(MIXED), MIXED)
@@ -160,7 +163,9 @@ def test_others_have_none_and_describe_shows_it():
 
 def test_a_run_without_residual_goes_on_with_one():
     """In the way that the error names."""
-    plain = jm.moonlight(1e-3, mu_dtype="float32", matrices=LABELS)
+    plain = RECIPES["moonlight"](
+        learning_rate=1e-3, mu_dtype="float32", matrices=LABELS
+    )
     params = start("bfloat16")
     _, old = plain.update(params, plain.init(params), params)
     tx = jm.keep_residual(plain)

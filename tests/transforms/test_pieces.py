@@ -18,6 +18,7 @@ import jax_muon as jm
 from jax_muon.matrices.joins import map_stacks
 from tests import trees
 from tests.matrices import reader
+from tests.recipes import RECIPES
 
 # Wide, a stack of tall ones, and a convolution (kh, kw, in, out).
 SHAPES = {"a": (6, 9), "b": {"e": (2, 9, 6)}, "f": (3, 2, 4, 5)}
@@ -184,7 +185,9 @@ def test_norms_stay(dtype, rtol):
     sizes = np.array([1.0, 10.0, 100.0])[:, None, None]
     start = (trees.normal((3, 8, 12)) * sizes).astype(dtype)
     noise = [{"layers/w": trees.normal((3, 8, 12), seed, dtype)} for seed in range(40)]
-    tx = jm.muonh(lambda count: 0.1 * (count < 39), matrices=reader())
+    tx = RECIPES["muonh"](
+        learning_rate=lambda count: 0.1 * (count < 39), matrices=reader()
+    )
     updates, params, _ = trees.run(tx, {"layers/w": start}, noise)
     # Float32 rounds as long as it runs; the last step takes bfloat16's rounding back.
     (end,), (last,) = params.values(), updates[-1].values()
@@ -224,8 +227,8 @@ def test_not_one_matrix_is_an_error_that_says_what_to_pass(factory):
 
 STRICT = {
     **PIECES,
-    "a recipe": lambda: jm.nanochat(
-        lambda count: 0.1 / (1 + count.astype("float32")),
+    "a recipe": lambda: RECIPES["nanochat"](
+        learning_rate=lambda count: 0.1 / (1 + count.astype("float32")),
         adamw=optax.sgd(1.0),
         matrices=MATRICES,
     ),

@@ -88,7 +88,7 @@ def test_finite_gradients_leave_finite_states(recipe, dtype):
 
 def test_matrices_on_spheres_show_a_nan():
     """They would stay as they are for ever, since the momentum stays NaN."""
-    params, tx = trees.normal({"w": (4, 6)}), jm.muonh(matrices={"w": "muon"})
+    params, tx = trees.normal({"w": (4, 6)}), RECIPES["muonh"](matrices={"w": "muon"})
     _, state = tx.update({"w": params["w"] * jnp.nan}, tx.init(params), params)
     updates, _ = tx.update(params, state, params)
     assert jnp.isnan(updates["w"]).all()
@@ -101,7 +101,7 @@ def test_skip_leaves_everything_as_it_was_and_counts():
     """The square of 2e19 makes AdamW's second moment infinite for good, in float32."""
     params = trees.normal({"wte": (4, 3), "w": (4, 6)})
     labels = {"wte": "adamw", "w": "muon"}
-    tx = jm.skip_nonfinite(jm.nanochat(dtype="float32", matrices=labels))
+    tx = jm.skip_nonfinite(RECIPES["nanochat"](dtype="float32", matrices=labels))
     update = jax.jit(tx.update)
     _, state = update(params, tx.init(params), params)
     for leaf, value in (("w", jnp.nan), ("w", jnp.inf), ("wte", 2e19)):
