@@ -72,18 +72,20 @@ def partition(
 
     def build(tree: Any, at_init: bool = False) -> Any:
         checks.no_vector(tree)
-        labelled = _of_tree(read_tree(tree), tree)
-        _check_labels(labelled, groups, at_init)
-        if (
-            at_init
-            and MUON in groups
-            and {x.label for x in labelled.values()} == {ADAMW}
-        ):
+        whole = read_tree(tree)
+        labelled = _of_tree(whole, tree)
+        _check_groups(labelled, groups)
+        labels = {parameter.label for parameter in whole.values()}
+        if at_init and labels == {ADAMW} and MUON in groups:
             warnings.warn(
                 f"no parameter is a matrix: all have the label {ADAMW!r}, and get the "
                 "optimizer that is adamw= of a recipe",
                 stacklevel=2,
             )
+        unused = groups.keys() - labels - {MUON, ADAMW}
+        if at_init and labels and unused:
+            expected = f"those of parameters, {', '.join(sorted(labels))}"
+            checks.refuse("labels of groups", sorted(unused), expected)
         note().leaves.update(labelled)
         if not labelled.splits:
             return _for_tree(labelled, groups)
@@ -143,25 +145,19 @@ def _of_tree(whole: Matrices, tree: Any) -> Matrices:
     return dataclasses.replace(whole, parameters=parameters)
 
 
-def _check_labels(
-    matrices: Matrices, groups: Mapping[str, Group], at_init: bool
-) -> None:
-    """Every parameter needs a transform, and every group a parameter."""
-    labels: dict[str, list[str]] = {}
-    for path, parameter in matrices.items():
-        labels.setdefault(parameter.label, []).append(path)
-    for label, paths in labels.items():
-        if label not in groups:
-            some, more = ", ".join(paths[:20]), len(paths) - 20
-            some += f" and {more} more" if more > 0 else ""
-            how = "jax_muon.adamw(3e-3), as adamw= of a recipe or in groups"
-            how = how if label == ADAMW else f"one in groups, or one of {[*groups]}"
-            raise ValueError(
-                f"no transform for the label {label!r} of {some}; expected {how}"
-            )
-    unused = groups.keys() - labels.keys() - {MUON, ADAMW}
-    if at_init and labels and unused:
-        checks.refuse("labels of groups", sorted(unused), f"labels of {[*labels]}")
+def _check_groups(matrices: Matrices, groups: Mapping[str, Group]) -> None:
+    """Every parameter needs a transform for its label."""
+    lacking = [x for x in matrices.values() if x.label not in groups]
+    if lacking:
+        label = lacking[0].label
+        paths = [x.path for x in lacking if x.label == label]
+        some, more = ", ".join(paths[:20]), len(paths) - 20
+        some += f" and {more} more" if more > 0 else ""
+        how = "jax_muon.adamw(3e-3), as adamw= of a recipe or in groups"
+        how = how if label == ADAMW else f"one in groups, or one of {[*groups]}"
+        raise ValueError(
+            f"no transform for the label {label!r} of {some}; expected {how}"
+        )
 
 
 def _warn_of_float16(label: str, state: Any) -> None:

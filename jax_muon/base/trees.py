@@ -131,7 +131,7 @@ def check_patterns_match(what: str, patterns: Iterable[str], paths: list[str]) -
 # --- leaves by path -------------------------------------------------------------------
 
 
-def map_leaves(function: Callable[[str, Array], Array], tree: Any) -> Any:
+def map_leaves(function: Callable[[str, Array], Any], tree: Any) -> Any:
     """The tree of `function(path, leaf)`."""
 
     def of_leaf(key_path: tuple[Any, ...], x: Any) -> Any:

@@ -134,8 +134,8 @@ WRONG |= {  # at init,
     "no transform for the label 'adamw' of bias, wte; expected jax_muon.adamw(": (
         lambda: init(jm.nanochat(0.1, matrices=toy))
     ),
-    "labels of groups=['frozn']; expected labels of ['adamw', 'muon']": lambda: init(
-        muon(groups={"frozn": optax.set_to_zero()})
+    "labels of groups=['frozn']; expected those of parameters, adamw, muon": lambda: (
+        init(muon(groups={"frozn": optax.set_to_zero()}))
     ),
     "{'*': 'muon'}; expected jax_muon.find_matrices(params, loss_fn, batch), or fi": (
         lambda: init(jm.orthogonalize(matrices={"*": "muon"}), MATRIX)

@@ -1,0 +1,229 @@
+"""`optax.contrib.muon` with its signature: `from jax_muon import contrib` migrates.
+
+The matrices take this package's path: each is orthogonalized once on a mesh, in
+`on_mesh`, and `describe` and `verify` work. It is `jax_muon.muon` with other names.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType
+from jaxtyping import Array, Float
+from optax.contrib import MuonDimensionNumbers
+
+from jax_muon import recipes
+from jax_muon.base import checks, dtypes, trees
+from jax_muon.matrices.find import find_matrices
+from jax_muon.matrices.matrices import ADAMW, MUON, Matrices
+from jax_muon.polar.coefficients import NEWTON_SCHULZ, Coefficients
+from jax_muon.polar.factors import NewtonSchulz
+
+_PRESETS: dict[str, Any] = {
+    "standard": NEWTON_SCHULZ,
+    # J. You's five, https://github.com/KellerJordan/modded-nanogpt, which dion takes.
+    "dion": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+_NORMS = {"frobenius": "frobenius", "schatten": "schatten4"}
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    ns_coeffs: Coefficients | Sequence[Coefficients] | str = NEWTON_SCHULZ,
+    ns_steps: jax.typing.ArrayLike = 5,
+    beta: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_decay_mask: Any = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: str = "frobenius",
+    adam_b1: jax.typing.ArrayLike = 0.9,
+    adam_b2: jax.typing.ArrayLike = 0.999,
+    adam_eps_root: jax.typing.ArrayLike = 0.0,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    muon_weight_dimension_numbers: Any = None,
+    consistent_rms: jax.typing.ArrayLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.contrib.muon` of optax 0.2.8: the same arguments, and the same updates.
+
+    In float32 twenty steps agree to 2e-6. The state is that of `jax_muon.muon`, so a
+    checkpoint of optax's is refused.
+
+    Args:
+      learning_rate: of the matrices, a number or a schedule.
+      ns_coeffs: (a, b, c) of every quintic, a sequence of them, "standard" or "dion".
+      ns_steps: number of quintics; at least as many as a sequence has.
+      beta: decay of the momentum, in [0, 1).
+      eps: added to norms of matrices, and to Adam's root; above 0.
+      weight_decay: of the matrices, times the learning rate.
+      weight_decay_mask: which matrices decay: a tree of True and False, or a prefix of
+        one, or a function of the parameters that returns it.
+      mu_dtype: dtype of the momentum. bfloat16 is rounded stochastically.
+      nesterov: look ahead, in the momentum and in Adam.
+      adaptive: True is not implemented.
+      preconditioning: "frobenius", or "schatten" for the Schatten-4 norm; "aol" and
+        "spectral" are not implemented.
+      adam_b1: decay of Adam's first moment.
+      adam_b2: decay of Adam's second moment.
+      adam_eps_root: added inside Adam's root.
+      adam_weight_decay: of all other parameters.
+      adam_learning_rate: of all other parameters; None for `learning_rate`.
+      muon_weight_dimension_numbers: a tree of `MuonDimensionNumbers`, or a prefix of
+        one, in which None means Adam; or a function of the parameters that returns it.
+        None takes every parameter of two axes for a matrix, with a warning that lists
+        them.
+      consistent_rms: factor of max(in, out)^0.5, such as 0.2; None scales by
+        max(1, out/in)^0.5.
+
+    Raises:
+      ValueError: an argument that is not implemented; at init, complex matrices.
+      ValueError: inside `on_mesh`, ns_steps or eps as arrays, which
+        `optax.inject_hyperparams` makes of them unless static_args names them.
+      UserWarning: at init, without dimension numbers.
+
+    Examples:
+      >>> from jax_muon import contrib
+      >>> from optax.contrib import MuonDimensionNumbers
+      >>> numbers = {"up": MuonDimensionNumbers(), "bias": None}
+      >>> tx = contrib.muon(0.02, muon_weight_dimension_numbers=numbers)
+      >>> params = {"up": jnp.ones((4, 8)), "bias": jnp.ones(8)}
+      >>> updates, state = tx.update(params, tx.init(params), params)
+    """
+    if adaptive:
+        checks.refuse("adaptive", adaptive, "False; True is not implemented")
+    if preconditioning not in _NORMS:
+        expected = "'frobenius' or 'schatten'; others are not implemented"
+        checks.refuse("preconditioning", preconditioning, expected)
+    if isinstance(ns_coeffs, str):
+        checks.choice("ns_coeffs", ns_coeffs, tuple(_PRESETS))
+        ns_coeffs = _PRESETS[ns_coeffs]
+    rms: Any = consistent_rms
+    numbers = muon_weight_dimension_numbers
+    adam = optax.adamw(
+        learning_rate if adam_learning_rate is None else adam_learning_rate,
+        b1=adam_b1,
+        b2=adam_b2,
+        eps=eps,
+        eps_root=adam_eps_root,
+        mu_dtype=mu_dtype,
+        weight_decay=adam_weight_decay,
+        nesterov=nesterov,
+    )
+
+    def on(tree: Any) -> optax.GradientTransformationExtraArgs:
+        return recipes.muon(
+            learning_rate,
+            matrices=lambda tree: _read(numbers, tree),
+            adamw=adam,
+            momentum=beta,
+            weight_decay=weight_decay,
+            weight_decay_mask=weight_decay_mask,
+            nesterov=nesterov,
+            bias_correction=True,
+            adjust_lr_fn="original" if rms is None else lambda *x: rms * max(x) ** 0.5,
+            polar=_polar(ns_coeffs, ns_steps, eps, preconditioning, tree),
+            mu_dtype=mu_dtype,
+        )
+
+    def init_fn(params: optax.Params) -> Any:
+        if numbers is None:
+            flat = trees.leaves_with_paths(params)
+            paths = ", ".join(path for path, x in flat if x.ndim == 2)
+            warnings.warn(
+                "without muon_weight_dimension_numbers every parameter of two axes is "
+                f"a matrix: {paths}. Embeddings and heads may be among them: "
+                "jax_muon.find_matrices(params, loss_fn, batch) shows which, and "
+                "jax_muon.muon(..., matrices=) takes what it returns",
+                stacklevel=2,
+            )
+        return on(params).init(params)
+
+    return optax.GradientTransformationExtraArgs(
+        init_fn,
+        lambda updates, *args, **extra: on(updates).update(updates, *args, **extra),
+    )
+
+
+def _read(numbers: Any, tree: Any) -> Matrices:
+    """How parameters are read by optax's argument."""
+    if numbers is None:
+        rules = jax.tree.map(lambda x: MUON if x.ndim == 2 else ADAMW, tree)
+        return find_matrices(tree, rules=rules)
+    numbers = numbers(tree) if trees.is_function(numbers) else numbers
+    # A value for each parameter, since a flat prefix would be path patterns.
+    rules = jax.tree.broadcast(
+        numbers,
+        tree,
+        is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers),
+    )
+    return find_matrices(tree, rules=rules)
+
+
+def _polar(
+    coefficients: Any, steps: Any, eps: Any, preconditioning: str, tree: Any
+) -> Callable[[Array], Array]:
+    """Newton-Schulz in the dtype of the parameters, as there; float16 in float32."""
+    norm, one = _NORMS[preconditioning], isinstance(coefficients[0], float)
+    if isinstance(steps, jax.Array) or isinstance(eps, jax.Array):
+        return _injected(coefficients, steps if one else len(coefficients), eps, norm)
+    if not one and steps < len(coefficients):
+        expected = f"at least {len(coefficients)}, as many as there are quintics"
+        checks.refuse("ns_steps", steps, expected)
+    floating = [x.dtype for x in jax.tree.leaves(tree) if _is_real(x)]
+    dtype = functools.reduce(dtypes.wider, floating, jnp.dtype("bfloat16"))
+    steps = steps if one else None
+    settings = {"coefficients": coefficients, "eps": eps, "norm": norm, "dtype": dtype}
+    return NewtonSchulz(steps, **settings)
+
+
+def _is_real(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _injected(
+    coefficients: Any, steps: Any, eps: Any, norm: str
+) -> Callable[[Array], Array]:
+    """Newton-Schulz with numbers that `optax.inject_hyperparams` made arrays.
+
+    They are known only at run time, which a `NewtonSchulz` does not take.
+    """
+    table = jnp.asarray(coefficients)
+
+    def polar(x: Float[Array, "*b m n"]) -> Float[Array, "*b m n"]:
+        if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+            raise ValueError(
+                "ns_steps or eps is an array inside on_mesh; expected numbers: under "
+                'optax.inject_hyperparams pass static_args=("ns_steps", "eps")'
+            )
+        tall = x.shape[-2] > x.shape[-1]
+        x = x.mT if tall else x
+        # The sum of squares of X is the trace of X X^T, that of its s^4 the squares.
+        gram = dtypes.wide(x @ x.mT)
+        power = gram * gram if norm == "schatten4" else gram * jnp.eye(gram.shape[-1])
+        size = jnp.sum(power, axis=(-2, -1), keepdims=True)
+        size = size ** (0.25 if norm == "schatten4" else 0.5)
+        x = x / (size + eps).astype(x.dtype)
+
+        def quintic(i: Array, x: Array) -> Array:
+            a, b, c = (table if table.ndim == 1 else table[i]).astype(x.dtype)
+            gram = x @ x.mT
+            return a * x + (b * gram + c * (gram @ gram)) @ x
+
+        x = jax.lax.fori_loop(0, steps, quintic, x)
+        return x.mT if tall else x
+
+    return polar
