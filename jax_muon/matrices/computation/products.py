@@ -8,7 +8,7 @@ attention, or mix matrices that another product has made.
 import functools
 import math
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn
@@ -39,6 +39,7 @@ from jax_muon.matrices.computation.values import (
 )
 
 Axes = Sequence[int]
+Shapes = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -173,11 +174,11 @@ def _multiplied(trace: Trace, product: Product) -> Value:
         if isinstance(scores, Scores) and other.is_exponential and len(keys) == 1:
             _attend(trace, scores, min(keys), other, of_other, uses)
     results: Results = {u: product.placed(i, weight.leaves[u.path]) for u in uses}
-    may_be_data = _may_be_data(weight, of_weight, len(product.shapes[i]))
-    if may_be_data and not is_transposed:
+    if _may_be_data(weight, of_weight, trace.shapes) and not is_transposed:
         wide = any(_is_wide(trace.shapes[x.path], x.sides) for x in uses)
+        is_last = _is_last(weight, of_weight, trace.shapes)
         for use in uses:
-            use.either = wide and bool(weight.inner(use.path))
+            use.either = wide and is_last and bool(weight.inner(use.path))
         inputs = frozenset(
             x.path
             for x in uses
@@ -195,17 +196,24 @@ def _multiplied(trace: Trace, product: Product) -> Value:
     )
 
 
-def _may_be_data(weight: Value, contract: Axes, ndim: int) -> bool:
-    """Whether a product of leaves has its features where it is contracted.
+def _may_be_data(weight: Value, contract: Axes, shapes: Shapes) -> bool:
+    """Whether data could be compared with the rows of a leaf, or of a product of two.
 
-    These are along the last axis, or one of the second operand. In `x @ (a @ b)` they
-    are not.
+    The rows of a leaf (n, features) are along its last axis. Those of a product are
+    known later, by what is compared with them.
     """
-    contracted = {leaf for leaf, axes in weight.axes_in(contract).items() if axes}
-    is_second = any(SECOND in weight.known(leaf) for leaf in contracted)
-    is_last = list(contract) == [ndim - 1] != [0]
-    inner = {bool(weight.inner(leaf)) for leaf in weight.leaves}
-    return len(inner) == 1 and (is_last or is_second)
+    are_two = {bool(weight.inner(leaf)) for leaf in weight.leaves}
+    return are_two == {True} or (
+        are_two == {False} and _is_last(weight, contract, shapes)
+    )
+
+
+def _is_last(weight: Value, contract: Axes, shapes: Shapes) -> bool:
+    """Whether it is contracted along the last axis of a leaf, as (n, features) are."""
+    axes = {(leaf, a) for leaf, of in weight.axes_in(contract).items() for a in of}
+    return len(axes) == 1 and all(
+        a == max(i for i, n in enumerate(shapes[leaf]) if n > 1) > 0 for leaf, a in axes
+    )
 
 
 def _is_wide(shape: Axes, sides: Sides) -> bool:
