@@ -10,7 +10,6 @@ from jax_muon.matrices.computation.trace import SUMS, Trace
 from jax_muon.matrices.computation.values import (
     BATCH,
     CONSTANT,
-    FIRST,
     IN,
     INNER,
     OUT,
@@ -53,8 +52,8 @@ def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
 def doubted(x: Parameter, trace: Trace) -> Parameter:
     """With a doubt, if constants or other parameters were multiplied by it."""
     uses = trace.uses[x.path]
-    of_leaves = {*INNER} & {s for use in uses for x in use.sides.values() for s in x}
-    inside = of_leaves or any(use.constant for use in uses)
+    sides = [x for use in uses for x in use.sides.values()]
+    inside = any(INNER in x for x in sides) or any(use.constant for use in uses)
     if x.role != "elementwise" or len(x.shape) < 2 or not inside:
         return x
     doubt = "nothing but parameters and constants is multiplied by it"
@@ -161,7 +160,7 @@ def _decide(
     if first.is_complex:
         return ADAMW, "complex", f"a product of complex numbers{where}", None
     feeding = sorted(products, key=lambda use: not use.takers)
-    readings = [_matrix_axes(shape, use) for use in feeding]
+    readings = [_matrix_axes(shape, use, trace) for use in feeding]
     known = [x for x in readings if isinstance(x, MatrixAxes)]
     if not known:
         return MUON, "unknown", f"{readings[0]}{where}", None
@@ -229,16 +228,14 @@ def _split(path: str, role: str, shape: Sequence[int], uses: Iterable[Use]) -> s
     return ""
 
 
-def _matrix_axes(shape: Sequence[int], use: Use) -> MatrixAxes | str:
+def _matrix_axes(shape: Sequence[int], use: Use, trace: Trace) -> MatrixAxes | str:
     """The axes of one use, or why they are unknown."""
     sides = {axis: {*use.sides.get(axis, ())} for axis in range(len(shape))}
-    known = set().union(*sides.values())
     for axis, x in sides.items():
-        if x & INNER and use.either:
+        if INNER in x and use.either:
             return "of two parameters multiplied with each other either may be data,"
-        if inner := x & INNER:
-            is_out = IN in known or (OUT not in known and inner == {FIRST})
-            sides[axis] = x = x - INNER | {OUT if is_out else IN}
+        if INNER in x:
+            sides[axis] = x = x - {INNER} | {_inner_side(use, axis, trace, {use.path})}
     _resolve_constants(sides)
     for axis, x in sides.items():
         if not x and shape[axis] == 1:
@@ -250,6 +247,27 @@ def _matrix_axes(shape: Sequence[int], use: Use) -> MatrixAxes | str:
         tuple(a for a in sides if sides[a] == {side}) for side in (BATCH, IN, OUT)
     )
     return MatrixAxes(batch, fan_in, fan_out)
+
+
+def _inner_side(use: Use, axis: int, trace: Trace, seen: set[str]) -> str:
+    """The side of an axis that was contracted with another leaf.
+
+    In x @ (a @ b @ c), of (6, 5), (5, 4) and (4, 7), x makes axis 0 of a an input: axis
+    1 is an output, so axis 0 of b, which meets it, is an input.
+    """
+    known = set().union(*use.sides.values())
+    if IN in known or OUT in known:
+        return OUT if IN in known else IN
+    for path, at in sorted(trace.met[use.path, axis]):
+        twins = [x for x in trace.uses[path] if x.calls is use.calls]
+        for twin in twins if path not in seen else ():
+            known = set().union(*twin.sides.values())
+            if IN in known or OUT in known:
+                return IN if IN in known else OUT
+            for a, x in twin.sides.items():
+                if a != at and INNER in x:
+                    return _inner_side(twin, a, trace, {*seen, path})
+    return IN
 
 
 def _resolve_constants(sides: dict[int, set[str]]) -> None:

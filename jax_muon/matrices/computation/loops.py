@@ -11,7 +11,14 @@ from jax_muon.base import jaxprs
 from jax_muon.base.jaxprs import shape_of
 from jax_muon.matrices.computation.moves import cut
 from jax_muon.matrices.computation.trace import Trace, rule
-from jax_muon.matrices.computation.values import Value, axes_in, free, joined
+from jax_muon.matrices.computation.values import (
+    AxisPart,
+    Use,
+    Value,
+    axes_in,
+    free,
+    joined,
+)
 
 
 @rule("scan")
@@ -28,15 +35,29 @@ def _scan(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     before, carry = values[:constants], values[constants:start]
     carry, ys = _repeat(trace, eqn, body, before, carry, rows)
     ys = [y.moved(lambda parts: (free(length), *parts)) for y in ys]
-    for y, x in itertools.product(ys, values[start:]):  # a row of each turn
-        for leaf in y.leaves.keys() & x.leaves.keys():
-            of_rows, own = x.leaves[leaf][:1], axes_in(y.leaves[leaf])
-            if not axes_in(y.leaves[leaf], [0]) and not axes_in(of_rows) & own:
-                y.leaves[leaf] = (*of_rows, *y.leaves[leaf][1:])
-        for use in y.outputs.keys() if y.data else ():
-            if use.path in x.leaves and not axes_in(y.results[use], [0]):
-                y.results[use] = (*x.leaves[use.path][:1], *y.results[use][1:])
+    for y, x in itertools.product(ys, values[start:]):
+        _put_together(y, x)
     return [*carry, *ys]
+
+
+def _put_together(y: Value, x: Value) -> None:
+    """Rows that a scan makes of the rows of another array have its first axis.
+
+    `lax.map(lambda c: x @ c, w.T)` puts the outputs of w, one by one, together again.
+    """
+    for leaf in y.leaves.keys() & x.leaves.keys():
+        first, own = x.leaves[leaf][:1], axes_in(y.leaves[leaf])
+        if not axes_in(y.leaves[leaf], [0]) and not axes_in(first) & own:
+            y.leaves[leaf] = (*first, *y.leaves[leaf][1:])
+    for result, parts in y.results.items() if y.data else ():
+        if isinstance(result, Use):
+            first = x.leaves.get(result.path, ())[:1]
+        else:  # the axis of queries, or of keys
+            paths = [{use.path for use in uses} for uses in result.operands]
+            of = [i for i in (0, 1) if paths[i] & x.leaves.keys()]
+            first = tuple((AxisPart(i, 1, 2),) for i in of if len(of) == 1)
+        if first and not axes_in(parts, [0]):
+            y.results[result] = (*first, *parts[1:])
 
 
 @rule("while")

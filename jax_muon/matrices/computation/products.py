@@ -6,9 +6,10 @@ attention, or mix matrices that another product has made.
 """
 
 import functools
+import itertools
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn
@@ -19,11 +20,9 @@ from jax_muon.matrices.computation.trace import Trace, rule
 from jax_muon.matrices.computation.values import (
     BATCH,
     CONSTANT,
-    FIRST,
     IN,
     INNER,
     OUT,
-    SECOND,
     AxisPart,
     AxisParts,
     Results,
@@ -210,15 +209,14 @@ def _may_be_data(weight: Value, contract: Axes, shapes: Shapes) -> bool:
 
 def _is_last(weight: Value, contract: Axes, shapes: Shapes) -> bool:
     """Whether it is contracted along the last axis of a leaf, as (n, features) are."""
-    axes = {(leaf, a) for leaf, of in weight.axes_in(contract).items() for a in of}
-    return len(axes) == 1 and all(
-        a == max(i for i, n in enumerate(shapes[leaf]) if n > 1) > 0 for leaf, a in axes
-    )
+    axes = _pairs(weight.axes_in(contract))
+    wide = {x: [a for a, n in enumerate(shapes[x]) if n > 1] for x, _ in axes}
+    return len(axes) == 1 and all(wide[x][1:] and a == wide[x][-1] for x, a in axes)
 
 
 def _is_wide(shape: Axes, sides: Sides) -> bool:
     """Whether a factor is no smaller between two leaves than at the other side."""
-    inner = [n for a, n in enumerate(shape) if sides.get(a, frozenset()) & INNER]
+    inner = [n for a, n in enumerate(shape) if INNER in sides.get(a, ())]
     batch = [n for a, n in enumerate(shape) if sides.get(a) == {BATCH}]
     return math.prod(inner) ** 2 * math.prod(batch) >= math.prod(shape)
 
@@ -227,16 +225,28 @@ def _of_leaves(trace: Trace, product: Product) -> Value:
     """The value of a product of two leaves: made of both."""
     result = replace(joined(product.values), results={})
     first, second = product.values
+    inner = [
+        x.axes_in(axes)
+        for x, axes in zip(product.values, product.contract, strict=True)
+    ]
     if any(first.inner(leaf) and second.inner(leaf) for leaf in first.leaves):
-        for value in product.values:  # an attention of learned queries
-            trace.note_input(value, product.eqn)
+        for value, axes in zip(product.values, inner, strict=True):
+            trace.note_input(value, product.eqn, axes)  # learned queries attend
     for i, value in enumerate(product.values):
         part = value.moved(functools.partial(product.placed, i))
         result = result.with_leaves(part, len(product.shape))
-        result = result.with_side(
-            (FIRST, SECOND)[i], value.axes_in(product.contract[i])
-        )
+        result = result.with_side(INNER, inner[i])
+    for place, other in zip(*product.contract, strict=True):
+        of_first, of_second = first.axes_in([place]), second.axes_in([other])
+        for one, two in itertools.product(_pairs(of_first), _pairs(of_second)):
+            trace.met[one].add(two)
+            trace.met[two].add(one)
     return result
+
+
+def _pairs(axes: Mapping[str, Iterable[int]]) -> list[tuple[str, int]]:
+    """Leaves with each of their axes."""
+    return [(leaf, axis) for leaf, of in axes.items() for axis in of]
 
 
 def _of_activations(trace: Trace, product: Product) -> Value:
@@ -318,7 +328,7 @@ def _attend(
     """
     for role, operand in (("key", key), ("query", 1 - key)):
         for use in scores.operands[operand]:
-            is_factor = any(x & INNER for x in use.sides.values())
+            is_factor = any(INNER in x for x in use.sides.values())
             if use.path not in scores.inputs:
                 use.become(role)
             elif is_factor or role == "query" or use in values:

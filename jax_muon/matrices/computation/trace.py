@@ -9,7 +9,7 @@ of a leaf in it is unknown.
 import collections
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from jax_muon.matrices.computation.values import (
 
 Rule = Callable[["Trace", JaxprEqn, list[Value]], Value | list[Value]]
 RULES: dict[str, Rule] = {}
+Axis = tuple[str, int]  # of a leaf
 
 
 def rule(*primitives: str) -> Callable[[Rule], Rule]:
@@ -60,6 +61,7 @@ class Trace:
       shapes: of the leaves, by path.
       uses: of each leaf, in the order of the program.
       scanned: the axes of each leaf that a scan takes one element at a time.
+      met: the axes of other leaves that an axis of a leaf was contracted with.
       inputs: leaves that are used like data, such as learned queries: where.
     """
 
@@ -69,6 +71,7 @@ class Trace:
         self.shapes = shapes
         self.inputs = inputs
         self.uses: dict[str, list[Use]] = collections.defaultdict(list)
+        self.met: dict[Axis, set[Axis]] = collections.defaultdict(set)
         self.scanned: dict[str, set[int]] = collections.defaultdict(set)
         self._known: dict[Any, Use] = {}
         self._calls: tuple[JaxprEqn, ...] = ()  # the operations around this one
@@ -178,18 +181,35 @@ class Trace:
         known = {*value.sides.get(leaf, {})} | axes_in(value.leaves[leaf])
         return [a for a, n in enumerate(self.shapes[leaf]) if n > 1 and a not in known]
 
-    def note_input(self, value: Value, eqn: JaxprEqn) -> None:
+    def note_input(
+        self,
+        value: Value,
+        eqn: JaxprEqn,
+        features: Mapping[str, Collection[int]] | None = None,
+    ) -> None:
         """Note that an operation makes a product of two leaves an activation.
 
-        Its last axis has features and is the matrix's: the other leaf is like data.
+        Then one leaf is like data, and the other, which has the features, a matrix. In
+        (n, d) @ (d, features) the first is contracted along its last axis. Where that
+        does not tell, features are along the last axis of the value.
         """
-        features = {leaf: axes_in(parts[-1:]) for leaf, parts in value.leaves.items()}
-        is_activation = any(features.values()) and not self.is_transposed(eqn)
-        for leaf in features if is_activation else ():
+        if self.is_transposed(eqn):
+            return
+        if features is None:
+            rows = [leaf for leaf in value.leaves if self._has_rows(value, leaf)]
+            features = {x: axes_in(of[-1:]) for x, of in value.leaves.items()}
+            if len(rows) == 1 < len(value.leaves):
+                features = {x: {*()} if x in rows else {0} for x in value.leaves}
+        for leaf in features if any(features.values()) else ():
             is_whole = {SUMMED} not in value.sides.get(leaf, {}).values()
             if len(value.inner(leaf)) == 1 and is_whole and not features[leaf]:
                 line = jaxprs.line_of((*self._calls, eqn))
                 self.inputs.setdefault(leaf, line)
+
+    def _has_rows(self, value: Value, leaf: str) -> bool:
+        """Whether another leaf met the last axis of a leaf."""
+        wide = [axis for axis, n in enumerate(self.shapes[leaf]) if n > 1]
+        return value.inner(leaf) == {*wide[-1:]}
 
     def given(self, value: Value, eqn: JaxprEqn) -> Value:
         """A value that an operation takes as data, although it may be made of leaves.

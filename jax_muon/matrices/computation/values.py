@@ -110,11 +110,10 @@ def reshaped(parts: AxisParts, old: Shape, new: Shape) -> AxisParts:
 # --- uses and values ------------------------------------------------------------------
 
 # The side of a matrix that a leaf's axis is on in a use, or batch. Before the use, the
-# axis may have been contracted with another leaf, as an axis of the first or the second
-# operand, or with a constant; or summed over. Of what was cut off it has none.
+# axis may have been contracted with another leaf or with a constant, or summed over. An
+# axis of which one element was taken has none.
 BATCH, IN, OUT = "batch", "in", "out"
-FIRST, SECOND, CONSTANT, SUMMED = "first", "second", "constant", "summed"
-INNER = {FIRST, SECOND}
+INNER, CONSTANT, SUMMED = "inner", "constant", "summed"
 Sides = dict[int, frozenset[str]]  # by axis of the leaf
 
 
@@ -187,7 +186,7 @@ class Use:
 
     def collect(self, axes: Iterable[int]) -> None:
         """Make axes outputs that a loop computes one by one, if there are no others."""
-        if set().union(*self.sides.values()) <= {IN, BATCH, *INNER}:
+        if set().union(*self.sides.values()) <= {IN, BATCH, INNER}:
             self.revise(dict.fromkeys(axes, OUT))
 
     def separate_members(self, axes: Iterable[int]) -> None:
@@ -314,7 +313,7 @@ class Value:
 
     def inner(self, leaf: str) -> set[int]:
         """The axes of a leaf that are contracted with another leaf."""
-        return {axis for axis, x in self.sides.get(leaf, {}).items() if x & INNER}
+        return {axis for axis, x in self.sides.get(leaf, {}).items() if INNER in x}
 
     @property
     def is_raw(self) -> bool:
