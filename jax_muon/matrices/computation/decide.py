@@ -180,7 +180,11 @@ def _decide(
         reason = f"a table that queries are compared with{where}"
         return ADAMW, "embedding", reason, axes
     # Sums over the inputs alone, such as the norms of its outputs.
-    sums = [x for x in uses if x.primitive in SUMS and x.left == {*axes.output}]
+    sums = [
+        x
+        for x in uses
+        if x.primitive in SUMS and x.left - {*axes.batch} == {*axes.output}
+    ]
     if any(not any(map(x.meets, axes.reduction)) for x in sums):
         return ADAMW, "centers", f"its rows' distances to data are taken{where}", axes
     if any(use.chooses for use in products):
@@ -237,6 +241,8 @@ def _matrix_axes(shape: Sequence[int], use: Use, trace: Trace) -> MatrixAxes | s
         if INNER in x:
             sides[axis] = x = x - {INNER} | {_inner_side(use, axis, trace, {use.path})}
     _resolve_constants(sides)
+    if len(alone := [axis for axis, x in sides.items() if x != {BATCH}]) == 1:
+        sides[alone[0]] = {IN}  # a vector, whatever is done to it
     for axis, x in sides.items():
         if not x and shape[axis] == 1:
             x.add(BATCH)

@@ -216,7 +216,7 @@ class Trace:
 
         A leaf was a matrix if a constant, such as a grid, was multiplied by it.
         """
-        sources = value.sources
+        sources, results = value.sources, dict(value.results)
         for leaf, parts in value.leaves.items():
             one = replace(value, leaves={leaf: parts})
             known = value.sides.get(leaf, {}).items()
@@ -226,10 +226,12 @@ class Trace:
             if inside and not value.data:
                 sides = [IN if axes_in([x]) & inside else OUT for x in parts]
                 one = one.with_side(IN, {leaf: inside - axes_in(parts)})
-                sources |= {*self.use(one, "contracted", eqn, sides)}
+                made = self.use(one, "contracted", eqn, sides)
+                sources |= {*made}
+                results |= dict.fromkeys(made, parts)
             else:
                 self.use(one, "elementwise", eqn)
-        return replace(value, data=True, leaves={}, sources=sources)
+        return replace(value, data=True, leaves={}, sources=sources, results=results)
 
     def routes(self, chosen: Value, others: Sequence[Value]) -> frozenset[Use]:
         """Note that a top-k chose among other values, unless these are its own inputs.
@@ -327,7 +329,9 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
                 for x in active:
                     x.feed()
             if fits and is_input and not value.has_all(shape):
-                result.sources |= trace.given(value, eqn).sources
+                data = trace.given(value, eqn)
+                result.sources |= data.sources
+                result.results |= data.results
                 # By a vector, this is a product if it is summed over.
                 for use in trace.use(value, "elementwise", eqn):
                     if name == "mul" and (parts := value.leaves[use.path]):

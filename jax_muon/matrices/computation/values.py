@@ -181,7 +181,9 @@ class Use:
         """Make axes a batch of matrices, where others of this side are left."""
         for axis in axes:
             others = [sides for a, sides in self.sides.items() if a != axis]
-            if self.sides.get(axis) == {side} and {side} in others:
+            if self.sides.get(axis) == {side} and (
+                {side} in others or {INNER} in others
+            ):
                 self.revise({axis: BATCH})
 
     def collect(self, axes: Iterable[int]) -> None:
@@ -197,7 +199,11 @@ class Use:
 
     def mix(self, inside: set[int], outside: set[int]) -> None:
         """Data mixed the leaf into matrices, which have these axes in and out."""
-        sides, both = self.sides, inside | outside
+        sides = self.sides
+        inside, outside = (
+            {a for a in axes if sides.get(a) != {BATCH}} for axes in (inside, outside)
+        )
+        both = inside | outside
         of_output = all(sides.get(axis) == {OUT} for axis in both)
         if inside and outside and not inside & outside and of_output:
             after = {a: BATCH if x & {IN, BATCH} else OUT for a, x in sides.items()}
