@@ -255,7 +255,6 @@ _JOINING = {"concatenate", "convert_element_type", "reshape", "slice", "split"}
 _ACTIVATIONS = {"tanh", "logistic", "max", "sin", "cos", "erf", "exp", "exp2"}
 _ACTIVATIONS |= {"expm1", "log1p"}
 SUMS = ("add", "sub")
-_EXPONENTIALS = ("exp", "exp2")
 _HIDING = {"triangular_solve", "ffi_call"}  # not elementwise if all fits
 
 
@@ -296,7 +295,7 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     for value in made:
         if not value.data and (is_function or _is_added(name, value, values, shape)):
             trace.note_input(value, eqn)
-    result.is_exponential |= name in _EXPONENTIALS
+    result.is_exponential |= _is_exponential(name, values)
     result.softmax = _softmax(eqn, values)
     if name == "mul":
         _multiply(values, shapes)
@@ -406,10 +405,16 @@ def _scales(name: str, made: Sequence[Value], shape: Shape) -> list[Value]:
     return [x for x in scales if others and not others & {*x.leaves}]
 
 
+def _is_exponential(name: str, values: Sequence[Value]) -> bool:
+    """Whether it is a power of a constant, to data or leaves."""
+    is_power = name == "pow" and not (values[0].data or values[0].leaves)
+    return name in ("exp", "exp2") or is_power
+
+
 def _softmax(eqn: JaxprEqn, values: Sequence[Value]) -> str:
     """`Value.softmax` of an elementwise operation; constants change nothing."""
     name, of = eqn.primitive.name, [x.softmax for x in values if x.data]
-    if name in _EXPONENTIALS:
+    if _is_exponential(name, values):
         return SOFTMAX if of == [LOG_SOFTMAX] else EXPONENTIAL
     if name == "log" and of == [EXPONENTIAL]:
         return LOG
