@@ -237,3 +237,15 @@ def test_memory_of_compiled_steps():
     }
     for name, (_, peak) in table("updates").items():
         assert found[name.removeprefix("jm.")] == peak
+
+
+def test_results_hold_nothing_else():
+    """Each file is read here, drawn by charts.py, or named on a page."""
+    readers = [pathlib.Path(__file__), *(ROOT / "docs").glob("*.py")]
+    readers += [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "".join(path.read_text() for path in readers)
+    best = json.loads((ROOT / "examples" / "best.json").read_text())
+    runs = {f"{optimizer}.jsonl" for optimizer in best}
+    for path in filter(pathlib.Path.is_file, RESULTS.rglob("*")):
+        of_a_run = path.parent.name == "learning" and path.name in runs
+        assert of_a_run or path.name in text, path
