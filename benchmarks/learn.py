@@ -30,18 +30,25 @@ import jax_muon as jm
 
 
 class Run(NamedTuple):
-    """What is trained: an optimizer of `optimizer`, with the rate of its matrices."""
+    """What is trained.
 
-    optimizer: str
-    rate: float
+    Attributes:
+      kind: a recipe, "optax_muon" or "adamw".
+      lr: the rate of its matrices, of "adamw" of everything.
+      steps: its length.
+      seed: draws parameters and batches.
+    """
+
+    kind: str
+    lr: float
     steps: int
     seed: int
 
     @classmethod
     def parse(cls, text: str) -> "Run":
         """From "adamw:0.001:600:0"."""
-        optimizer, rate, steps, seed = text.split(":")
-        return cls(optimizer, float(rate), int(steps), int(seed))
+        kind, lr, steps, seed = text.split(":")
+        return cls(kind, float(lr), int(steps), int(seed))
 
 
 # What docs/rates.md lacks for three seeds at the best two rates of AdamW.
@@ -76,9 +83,11 @@ def texts(most: int) -> tuple[np.ndarray, np.ndarray]:
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     seen, total = set(), 0
     for _, path in paths:
+        if total > most:
+            break
         text = path.read_bytes()
         digest = hashlib.md5(text).digest()
-        if 500 <= len(text) <= 400_000 and digest not in seen and total <= most:
+        if 500 <= len(text) <= 400_000 and digest not in seen:
             seen.add(digest)
             parts[digest[0] % 50 == 0].append(text + b"\0")
             total += len(text)
@@ -159,13 +168,13 @@ def optimizer(run: Run, matrices: Any) -> optax.GradientTransformation:
             peak * jnp.clip(jnp.minimum((t + 1) / up, (run.steps - t) / down), 0, 1)
         )
 
-    if run.optimizer == "adamw":
-        return optax.adamw(rate(run.rate), 0.9, 0.95, weight_decay=0.1)
-    if run.optimizer == "optax":  # told which axes of the stacks are matrices
+    if run.kind == "adamw":
+        return optax.adamw(rate(run.lr), 0.9, 0.95, weight_decay=0.1)
+    if run.kind == "optax_muon":  # told which axes of the stacks are matrices
         matrix = optax.contrib.MuonDimensionNumbers(-2, -1)
         blocks = dict.fromkeys(("qkv", "out", "up", "down"), matrix)
         return optax.contrib.muon(
-            rate(run.rate),
+            rate(run.lr),
             weight_decay=0.1,
             adam_b2=0.95,
             adam_weight_decay=0.0,
@@ -177,8 +186,8 @@ def optimizer(run: Run, matrices: Any) -> optax.GradientTransformation:
             },
         )
     adamw = optax.adamw(rate(2e-3), 0.9, 0.95, weight_decay=0.0)
-    recipe = getattr(jm, run.optimizer)
-    return recipe(rate(run.rate), weight_decay=0.1, adamw=adamw, matrices=matrices)
+    recipe = getattr(jm, run.kind)
+    return recipe(rate(run.lr), weight_decay=0.1, adamw=adamw, matrices=matrices)
 
 
 def train(
@@ -245,7 +254,7 @@ def train(
             seconds += time.perf_counter() - began
             step = done + 10
             if step % 50 == 0 or step >= run.steps:
-                losses = {"train": float(value), "held_out": float(evaluate(params))}
+                losses = {"train": float(value), "val": float(evaluate(params))}
                 say(
                     "curve",
                     **run._asdict(),

@@ -256,6 +256,7 @@ def steps(record: Record, args: Any) -> None:
                 record.measure(
                     f"{model} {contender}, compiled", lambda w=worker: w.info
                 )
+        record.measure("the card itself", card, 64 if args.tiny else 8192)
         for model, workers in waiting:
             for turn in (1, 2):
                 for contender, worker in workers:
@@ -272,6 +273,24 @@ def steps(record: Record, args: Any) -> None:
 def learn(record: Record, args: Any) -> None:
     """See `benchmarks.learn`."""
     train(record.say, record.deadline, args.runs, args.tiny)
+
+
+def card(size: int) -> Found:
+    """What it reaches in a bfloat16 product of square matrices, and in a copy."""
+    x = jnp.ones((size, size), jnp.bfloat16)
+
+    def rate(function: Callable[..., jax.Array], each: float) -> float:
+        compiled = jax.jit(function).lower(x).compile()
+        jax.block_until_ready(compiled(x))
+        began = time.perf_counter()
+        jax.block_until_ready([compiled(x) for _ in range(20)])
+        return 20 * each / (time.perf_counter() - began)
+
+    product = rate(lambda x: x @ x, 2 * size**3)
+    return {
+        "flops_per_s": product,
+        "copied_bytes_per_s": rate(lambda x: x + 1, 4 * size**2),
+    }
 
 
 def timing(model: str, contender: Contender, worker: Worker) -> Found:

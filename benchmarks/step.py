@@ -217,13 +217,29 @@ class JaxContender(Served):
 
 
 def by_kind(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """The events of a profiler's trace: those of GPUs, as `Served.profile` says."""
-    names = [e for e in events if e.get("name") == "process_name"]
-    gpus = {e["pid"] for e in names if "gpu" in e["args"]["name"].lower()}
+    """What `Served.profile` says, from the events of a profiler's trace.
+
+    Only a GPU's streams count: its other threads show modules and operations, which
+    cover the same time again.
+    """
+    names = {
+        (e["name"], e["pid"], e.get("tid")): e["args"]["name"].lower()
+        for e in events
+        if e.get("name") in ("process_name", "thread_name")
+    }
+    gpus = {
+        pid
+        for (kind, pid, _), name in names.items()
+        if kind == "process_name" and "gpu" in name
+    }
+    streams = {
+        (pid, tid)
+        for (kind, pid, tid), name in names.items()
+        if kind == "thread_name" and pid in gpus and "stream" in name
+    }
     taken: collections.Counter[str] = collections.Counter()
     for event in events:
-        # A line of XLA's modules or operations covers kernels that have their own.
-        if event.get("ph") == "X" and event["pid"] in gpus:
+        if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
             taken[event["name"]] += event["dur"] / 1000 / steps
     kinds: collections.Counter[str] = collections.Counter()
     for name, ms in taken.items():
@@ -430,6 +446,7 @@ def running(contender: Contender, model: str, device: str) -> Iterator[Worker]:
             package = pathlib.Path(contender.checkout).resolve() / "jax_muon"
             (pathlib.Path(folder) / "jax_muon").symlink_to(package)
             paths.insert(0, folder)
+        platform = "cpu" if contender.name.startswith("torch") else device
         own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
         process = subprocess.Popen(
             [
@@ -444,7 +461,7 @@ def running(contender: Contender, model: str, device: str) -> Iterator[Worker]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"JAX_PLATFORMS": device} | own,
+            env=os.environ | {"JAX_PLATFORMS": platform} | own,
         )
         stack.enter_context(process)
         stack.callback(process.kill)

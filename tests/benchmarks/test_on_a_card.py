@@ -29,7 +29,7 @@ def test_the_command_at_tiny_sizes(tmp_path, monkeypatch):
     assert len(timed) == 3 and all(row["flow_seconds"] > 0 for row in timed)
     assert rows["right"]["run"]["versions"]["jax"] == jax.__version__
     # Bytes of Python sources: better than guessing one of 256.
-    assert rows["curve"]["step"] == 20 and rows["curve"]["held_out"] < 5.2
+    assert rows["curve"]["step"] == 20 and rows["curve"]["val"] < 5.2
 
 
 def test_kinds_of_kernels_in_a_profile():
@@ -38,11 +38,17 @@ def test_kinds_of_kernels_in_a_profile():
     def event(pid, name, us):
         return {"ph": "X", "pid": pid, "tid": 1, "name": name, "dur": us}
 
-    def process(pid, name):
-        return {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+    def name(pid, kind, name, tid=1):
+        args = {"name": name}
+        return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": args}
 
     events = [
-        *(process(1, "/device:GPU:0"), process(2, "/host:CPU")),
+        *(
+            name(1, "process_name", "/device:GPU:0"),
+            name(2, "process_name", "/host:CPU"),
+        ),
+        *(name(1, "thread_name", "Stream #13"), name(1, "thread_name", "XLA Ops", 2)),
+        {"ph": "X", "pid": 1, "tid": 2, "name": "nvjet", "dur": 1e6},
         *(
             event(1, "nvjet_sm90_tst_128x128_NNT", 3000),
             event(1, "loop_add_fusion", 600),
