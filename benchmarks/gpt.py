@@ -31,8 +31,6 @@ def loss(
     tokens: jax.Array,
     *,
     head: int,
-    attention: str | None = None,
-    rematerialize: bool = True,
     dtype: jax.typing.DTypeLike | None = None,
     scan: Scan = plain_scan,
 ) -> jax.Array:
@@ -42,8 +40,6 @@ def loss(
       params: a tree like `benchmarks.parameters.model_parameters`.
       tokens: (batch, length + 1); the first `length` are the input.
       head: width of a head of attention; of values, in latent attention.
-      attention: implementation of `jax.nn.dot_product_attention`.
-      rematerialize: whether blocks are computed again in the backward pass.
       dtype: what parameters are cast to where they are used; None for their own.
       scan: runs layers with a layer axis.
     """
@@ -51,11 +47,10 @@ def loss(
     def cast(tree: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(dtype or x.dtype), tree)
 
+    @jax.checkpoint
     def block(x: jax.Array, leaves: dict[str, Any]) -> jax.Array:
-        return _block(x, cast(leaves), head=head, attention=attention)
+        return _block(x, cast(leaves), head=head)
 
-    if rematerialize:
-        block = jax.checkpoint(block)
     x = _norm(cast(params["wte"][tokens[:, :-1]]))
     for stack in [name for name in ("dense", "blocks") if name in params]:
         blocks = params[stack]
@@ -73,9 +68,7 @@ def _norm(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
 
 
-def _block(
-    x: jax.Array, block: dict[str, jax.Array], *, head: int, attention: str | None
-) -> jax.Array:
+def _block(x: jax.Array, block: dict[str, jax.Array], *, head: int) -> jax.Array:
     """Attention and MLP, each added to the stream."""
     h = _norm(x)
     heads = (*x.shape[:2], -1, head)
@@ -86,9 +79,7 @@ def _block(
         if x.shape[1] > 4 * QUERIES:
             mixed = _attention(q, k, v)
         else:
-            mixed = jax.nn.dot_product_attention(
-                q, k, v, is_causal=True, implementation=attention
-            )
+            mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     x = x + mixed.reshape(*x.shape[:2], -1) @ block["out"]
     h = _norm(x)
     if "shared" in block:

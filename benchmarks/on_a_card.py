@@ -36,9 +36,10 @@ import numpy as np
 
 from benchmarks import program
 from benchmarks.learn import RUNS, Run, train
-from benchmarks.parameters import model_parameters, nominal_flops
+from benchmarks.parameters import model_parameters
 from benchmarks.step import (
     RECIPES,
+    TORCH,
     Contender,
     Worker,
     folder,
@@ -226,20 +227,19 @@ def groups(tiny: bool, old: str) -> list[tuple[str, list[Contender]]]:
     low = "bfloat16"
     ours = [Contender("nanochat", dtype=low)]
     ours += [Contender("nanochat", dtype=low, checkout=old)] if old else []
-    torch = Contender("torch-nanochat", dtype=low)
+    torch = Contender(TORCH, dtype=low)
     theirs = [Contender("optax", dtype=low), Contender("adamw")]
     if tiny:
         return [("tiny", [*ours, torch, theirs[1]])]
     plain = [Contender("nanochat", dtype=low, kernels=False)]
     separate = [Contender(name, "separate", low) for name in ("nanochat", "optax")]
     wide = [Contender(name) for name in ("nanochat", "optax")]  # float32
-    recipes = [Contender(name, dtype=low) for name in RECIPES[1:]]
     return [
         ("gpt2-124m", [*ours, torch, *theirs, *separate, *plain]),
         ("gpt-1.3b", ours),
         ("gpt-1.3b", [torch, *plain]),
         ("gpt-1.3b", theirs),
-        ("gpt2-124m", [*wide, *recipes, Contender("torch-muon", dtype=low)]),
+        ("gpt2-124m", wide),
     ]
 
 
@@ -248,24 +248,25 @@ def steps(record: Record, args: Any) -> None:
     device = "cuda" if on_a_gpu() else "cpu"
     with contextlib.ExitStack() as stack:
         waiting = [
-            (model, [(x, stack.enter_context(running(x, model, device))) for x in some])
+            (model, [stack.enter_context(running(x, model, device)) for x in some])
             for model, some in groups(args.tiny, str(args.old or ""))
         ]
+
+        def measure(model: str, worker: Worker, what: str, *asked: str) -> None:
+            ask = worker.ask if asked else lambda: worker.info
+            record.measure(f"{model} {worker.contender}, {what}", ask, *asked)
+
         for model, workers in waiting:
-            for contender, worker in workers:
-                record.measure(
-                    f"{model} {contender}, compiled", lambda w=worker: w.info
-                )
+            for worker in workers:
+                measure(model, worker, "compiled")
         record.measure("the card itself", card, 64 if args.tiny else 8192)
         for model, workers in waiting:
             for turn in (1, 2):
-                for contender, worker in workers:
-                    what = f"{model} {contender}, turn {turn}"
-                    record.measure(what, timing, model, contender, worker)
-            for contender, worker in workers:
-                if contender.name == "nanochat":
-                    what = f"{model} {contender}, profile"
-                    record.measure(what, worker.ask, "profile")
+                for worker in workers:
+                    measure(model, worker, f"turn {turn}", "timing")
+            for worker in workers:
+                if worker.contender.name == "nanochat":
+                    measure(model, worker, "profile", "profile")
                 worker.process.kill()
                 worker.process.wait()  # and its memory is free
 
@@ -291,14 +292,6 @@ def card(size: int) -> Found:
         "flops_per_s": product,
         "copied_bytes_per_s": rate(lambda x: x + 1, 4 * size**2),
     }
-
-
-def timing(model: str, contender: Contender, worker: Worker) -> Found:
-    """Times of a step."""
-    found = worker.ask("timing")
-    if contender.name == "nanochat":
-        found["nominal_flops_per_s"] = nominal_flops(model) / found["flow_seconds"]
-    return found
 
 
 # ---- The command

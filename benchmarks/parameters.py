@@ -124,15 +124,3 @@ def _model(blocks: Shapes, table: tuple[int, int], dtype: Any) -> Shapes:
         {"wte": table, "blocks": blocks, "lm_head": table},
         is_leaf=lambda x: isinstance(x, tuple),
     )
-
-
-def quintics_flops(m: int, n: int) -> int:
-    """FLOPs of five quintics of one matrix in the standard form: nominal, for all."""
-    m, n = sorted((m, n))
-    return 5 * (4 * m * m * n + 2 * m**3)
-
-
-def nominal_flops(model: str) -> int:
-    """The same for all matrices of a model in `MODELS`."""
-    blocks = model_parameters(model, "float32")["blocks"]
-    return sum(quintics_flops(*leaf.shape) for leaf in jax.tree.leaves(blocks))

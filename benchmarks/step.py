@@ -48,7 +48,7 @@ ROUNDS = {"6x384": 9, "gpt2-124m": 2}  # else 3
 RECIPES = ("nanochat", "muon", "moonlight", "normuon")
 NAMES = (*RECIPES, "optax", "adamw")
 IN_OUT = optax.contrib.MuonDimensionNumbers(-2, -1)  # of one layer or of all
-TORCH = ("torch-nanochat", "torch-muon")
+TORCH = "torch-nanochat"
 ROOT = pathlib.Path(__file__).parents[1]
 # Words in the names of a GPU's kernels, and what they do.
 KERNELS = {
@@ -65,8 +65,8 @@ class Contender:
     """What runs, and how.
 
     Attributes:
-      name: one of `NAMES` or `TORCH`, or "orthogonalize", that part of a step alone.
-      layout: "separate" leaves of every layer, or "scanned" ones of all layers;
+      name: one of `NAMES`, or `TORCH`, nanochat's step in PyTorch.
+      layout: "separate" leaves for each layer, or "scanned", one for all layers;
         torch's are separate.
       dtype: of the polar iteration. Parameters are float32 throughout. optax iterates
         in the dtype of its gradients, so in bfloat16 these and its momentum are
@@ -83,7 +83,7 @@ class Contender:
 
     def __str__(self) -> str:
         words = [self.name, self.dtype]
-        if not self.name.startswith("torch"):
+        if self.name != TORCH:
             words.append(self.layout)
         if self.kernels is not None:
             words.append("kernels" if self.kernels else "no kernels")
@@ -263,8 +263,6 @@ def random_like(shapes: Any, seed: int) -> Any:
 
 def make_step(contender: Contender, shapes: Any) -> tuple[Callable[[Any], Any], Step]:
     """The functions that give the state of parameters, and that do a step."""
-    if contender.name == "orthogonalize":
-        return lambda _: (), functools.partial(orthogonalize_step, contender)
     tx = transform(contender, shapes)
 
     def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
@@ -272,17 +270,6 @@ def make_step(contender: Contender, shapes: Any) -> tuple[Callable[[Any], Any], 
         return optax.apply_updates(params, updates), state
 
     return tx.init, step
-
-
-def orthogonalize_step(
-    contender: Contender, params: Any, state: Any, grads: Any
-) -> Any:
-    """Polar factors of the matrices' gradients, and nothing else of a step."""
-    blocks = grads["blocks"]
-    matrices = jm.find_matrices(blocks, rules=IN_OUT)
-    tx = jm.orthogonalize(polar(contender), matrices=matrices)
-    blocks, _ = tx.update(blocks, tx.init(blocks))
-    return params | {"blocks": blocks}, state
 
 
 def polar(contender: Contender) -> Any:
@@ -316,10 +303,9 @@ def transform(contender: Contender, shapes: Any) -> optax.GradientTransformation
 
 
 class TorchContender(Served):
-    """An optimizer of PyTorch with fused AdamW; matrices are parameters (out, in).
+    """nanochat's step as nanochat arranges it, with fused AdamW.
 
-    "torch-nanochat" is nanochat's step as nanochat arranges it; "torch-muon",
-    torch.optim.Muon, takes one parameter after another, and knows only bfloat16.
+    Matrices are parameters (out, in).
     """
 
     def __init__(self, contender: Contender, model: str, device: str):
@@ -339,18 +325,9 @@ class TorchContender(Served):
             p = torch.nn.Parameter(random(leaf.shape))
             p.grad = random(leaf.shape)
             (muon if path[0].key == "blocks" else adamw).append(p)
-        if contender.name == "torch-nanochat":
-            first: Any = stacked_nanochat(muon, contender.dtype)
-            settings: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-10}
-        elif contender.name == "torch-muon":
-            first = torch.optim.Muon(muon, lr=0.02, weight_decay=0.1)
-            settings = {}
-        else:
-            raise ValueError(
-                f"contender {contender.name!r}; expected one of {', '.join(TORCH)}"
-            )
-        rest = torch.optim.AdamW(adamw, lr=3e-4, fused=True, **settings)
-        self.optimizers = (first, rest)
+        settings = {"lr": 3e-4, "betas": (0.8, 0.95), "eps": 1e-10, "fused": True}
+        rest = torch.optim.AdamW(adamw, **settings)
+        self.optimizers = (stacked_nanochat(muon, contender.dtype), rest)
         self.info = {"compile_s": self.step()}
 
     def send(self) -> None:
@@ -396,7 +373,7 @@ def stacked_nanochat(params: list[Any], dtype: str) -> Any:
 def serve(contender: Contender, model: str, device: str) -> None:
     """Serve until the input ends."""
     served: Served
-    if contender.name.startswith("torch"):
+    if contender.name == TORCH:
         served = TorchContender(contender, model, device)
     else:
         served = JaxContender(contender, model)
@@ -446,7 +423,7 @@ def running(contender: Contender, model: str, device: str) -> Iterator[Worker]:
             package = pathlib.Path(contender.checkout).resolve() / "jax_muon"
             (pathlib.Path(folder) / "jax_muon").symlink_to(package)
             paths.insert(0, folder)
-        platform = "cpu" if contender.name.startswith("torch") else device
+        platform = "cpu" if contender.name == TORCH else device
         own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
         process = subprocess.Popen(
             [
