@@ -26,7 +26,7 @@ def path_string(key_path: tuple[Any, ...]) -> str:
 def is_box(x: Any) -> bool:
     """True for a Flax box with one array in it, such as an nnx.Param.
 
-    In a tree of specs there is a spec or None in the place of the array.
+    In a tree of specs it holds a spec or None instead of the array.
     """
     if not isinstance(x, _box_types()):
         return False

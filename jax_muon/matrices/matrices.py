@@ -270,8 +270,8 @@ def list_doubts(doubtful: Sequence[Parameter], parameters: Sequence[Parameter]) 
     """What nothing says of some of the parameters: rules to choose from, by kind.
 
     Parameters are of one kind if their paths differ by numbers alone. The first pattern
-    that matches counts, so those that match the fewest come first; a pattern that would
-    also match other matrices is written out as the paths of its kind.
+    that matches counts, so narrower patterns come first; a pattern that would match
+    more than its kind is spelled out path by path.
     """
     kinds: dict[object, list[Parameter]] = {}
     for x in doubtful:
