@@ -274,12 +274,7 @@ def make_step(contender: Contender, shapes: Any) -> tuple[Callable[[Any], Any], 
 
 def polar(contender: Contender) -> Any:
     """The polar factor of a contender."""
-    kernels = (
-        {}
-        if contender.kernels is None
-        else {"symmetric": "kernel" if contender.kernels else "plain"}
-    )
-    return jm.PolarExpress(dtype=contender.dtype, **kernels)
+    return jm.PolarExpress(dtype=contender.dtype, kernels=contender.kernels)
 
 
 def transform(contender: Contender, shapes: Any) -> optax.GradientTransformation:

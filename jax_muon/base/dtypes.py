@@ -24,9 +24,13 @@ def unit_of(largest: Array) -> Array:
     1, unless the largest element is so large that squares, or the sum of 2^31 of them,
     may overflow: above 3e14 in float32 and bfloat16, where it is 2^-80.
     """
-    most = jnp.finfo(largest.dtype).maxexp
-    small, neutral = (jnp.asarray(2.0**n, largest.dtype) for n in (-most * 5 // 8, 0))
-    return jnp.where(largest > 2.0 ** (most * 3 // 8), small, neutral)
+    most, one = jnp.finfo(largest.dtype).maxexp, jnp.ones_like(largest)
+    return jnp.where(largest > 2.0 ** (most * 3 // 8), small_unit(largest.dtype), one)
+
+
+def small_unit(dtype: Any) -> float:
+    """The power of two for such matrices: 2^-80 for float32 and bfloat16."""
+    return 2.0 ** (-jnp.finfo(dtype).maxexp * 5 // 8)
 
 
 def in_dtype_of(x: Array, rate: Any) -> Any:

@@ -131,14 +131,18 @@ def map_stacks(
         by_shape.setdefault(key, []).append(index)
     results: dict[int, Array] = {}
     for indices in by_shape.values():
-        stack = jnp.concatenate([batches[index] for index in indices])
-        result = function(stack)
+        stacks = [batches[index] for index in indices]
+        expected = sum(map(len, stacks)), *stacks[0].shape[1:]
+        if hasattr(function, "of_stacks"):
+            result = function.of_stacks(stacks)
+        else:
+            result = function(jnp.concatenate(stacks))
         shape = getattr(result, "shape", None)
         dtype: Any = getattr(result, "dtype", None)
-        if shape != stack.shape or not jnp.issubdtype(dtype, jnp.floating):
+        if shape != expected or not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(
                 f"polar={function!r} made {dtype} of shape {shape} out of "
-                f"{stack.dtype} of shape {stack.shape}; expected a function whose "
+                f"{stacks[0].dtype} of shape {expected}; expected a function whose "
                 "result has the shape of its argument, in real floating point"
             )
         parts = jnp.split(result, len(indices)) if indices[1:] else [result]

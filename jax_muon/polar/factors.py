@@ -5,6 +5,7 @@ singular value 1.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from jax_muon.polar.coefficients import (
     polar_express_coefficients,
     quintics,
 )
+from jax_muon.polar.hopper import takes_kernels
 from jax_muon.polar.products import matmul
 from jax_muon.polar.teams import Team
 
@@ -44,13 +46,14 @@ class NewtonSchulz:
       norm: "frobenius", or "schatten4", (sum of s^4)^(1/4): never larger, so that small
         singular values start nearer to 1.
       dtype: of the iteration: bfloat16, float32 or float64. Sums are in at least
-        float32; see `FusedProducts` for their rounding on GPUs. Matrices of one row or
-        column take at least float32.
+        float32, and rounded once. Matrices of one row or column take at least float32.
       form: "standard", "gram" (not in bfloat16, where singular values reach 28), or
         "auto": "gram" where it is faster.
-      symmetric: "plain", or "kernel": on an H100 or H200, kernels that compute one
-        triangle of large symmetric products (`jax_muon.polar.hopper`), in bfloat16;
-        other NVIDIA GPUs are refused. Not yet run on a GPU.
+      kernels: by kernels for H100s and H200s that compute one triangle of symmetric
+        products, for bfloat16 matrices of 768 rows and columns or more. None takes them
+        where every GPU is one of these; True raises an error where one is not, or JAX
+        cannot compile them; False never takes them. Without a GPU, True is for programs
+        that are compiled for another machine. `describe` shows the choice.
 
     Raises:
       ValueError: a setting is not one of these, or is traced; more steps than quintics;
@@ -72,21 +75,19 @@ class NewtonSchulz:
     norm: str = "frobenius"
     dtype: jax.typing.DTypeLike = "bfloat16"
     form: str = "auto"
-    symmetric: str = "plain"
+    kernels: bool | None = None
 
     def __post_init__(self) -> None:
         checks.choice("norm", self.norm, ("frobenius", "schatten4"))
         checks.choice("form", self.form, ("auto", "standard", "gram"))
-        checks.choice("symmetric", self.symmetric, ("plain", "kernel"))
+        checks.kind("kernels", self.kernels, bool | None, "None, True or False")
         # float16 has too few exponents for Gram matrices.
         dtype = None if self.dtype is None else jnp.dtype(self.dtype).name
         if dtype not in ("bfloat16", "float32", "float64"):
             checks.refuse("dtype", self.dtype, "bfloat16, float32 or float64")
-        if self.symmetric == "kernel" and dtype != "bfloat16":
-            raise ValueError(
-                f"symmetric='kernel' with dtype={dtype}; expected dtype=bfloat16, or "
-                "symmetric='plain'"
-            )
+        if self.kernels and dtype != "bfloat16":
+            expected = "dtype=bfloat16, or kernels=None"
+            raise ValueError(f"kernels=True with dtype={dtype}; expected {expected}")
         if self.form == "gram" and dtype == "bfloat16":
             raise ValueError(
                 f"form='gram' with dtype={dtype}, where singular values reach 28; "
@@ -110,7 +111,18 @@ class NewtonSchulz:
             share the work; the whole matrix needs a `shared_dtype`.
         """
         _check_matrices(x)
-        return iteration.iterate(x, self, team) if x.size else x
+        stack = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+        return self.of_stacks([stack], team=team).reshape(x.shape)
+
+    def of_stacks(
+        self, stacks: Sequence[Float[Array, "_ m n"]], *, team: Team | None = None
+    ) -> Float[Array, "k m n"]:
+        """The polar factors of several stacks of one shape and dtype, as one stack."""
+        if not stacks[0].size:
+            return jnp.concatenate(stacks)
+        m = min(stacks[0].shape[-2:])
+        kernels = self.dtype == "bfloat16" and takes_kernels(self.kernels, m)
+        return iteration.iterate(tuple(stacks), self, kernels, team)
 
     def shared_dtype(
         self, m: int, n: int, dtype: jax.typing.DTypeLike
@@ -119,9 +131,8 @@ class NewtonSchulz:
 
         None if they cannot: for the Gram form and for single rows.
         """
-        dtype = jnp.dtype(self.dtype)
-        alone = m == 1 or iteration.uses_gram(self.form, dtype, m, n)
-        return None if alone else dtype
+        alone = m == 1 or iteration.uses_gram(self, m, n)
+        return None if alone else jnp.dtype(self.dtype)
 
 
 def PolarExpress(

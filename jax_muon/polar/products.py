@@ -1,46 +1,33 @@
-"""The matrix products of an iteration, in the form C + k X Y.
+"""The three products of a quintic: R = X X^T, P = a I + b R + c R R, and P X.
 
-A quintic a X + (b A + c A A) X with A = X X^T takes three of them,
-
-  A <- g X X^T;  B <- A + q A A;  X <- X + p B X,
-
-and its factor a, which waits until the end of all steps.
+Of tall X they are R = X^T X and X P: nothing is transposed, and R is small.
 """
 
 import functools
 import pathlib
-from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
-from jax_muon.base.dtypes import wide, wider
+from jax_muon.base.dtypes import small_unit, wide, wider
+
+# Each coefficient is a number, or an array of one for each matrix (*batch, 1, 1).
+Quintic = tuple[float | Array, float | Array, float | Array]
 
 
-def matmul(
-    x: Float[Array, "*batch m k"],
-    y: Float[Array, "*batch k n"],
-    dtype: jax.typing.DTypeLike | None = None,
-) -> Float[Array, "*batch m n"]:
+def matmul(x: Array, y: Array, dtype: Any = None) -> Float[Array, "*batch m n"]:
     """X Y summed in at least float32, in a dtype; None: not rounded below that."""
     return jnp.matmul(x, y, **_accumulation(x.dtype, dtype))
 
 
-def outer(
-    x: Float[Array, "*batch m k"],
-    y: Float[Array, "*batch n k"],
-    dtype: jax.typing.DTypeLike | None = None,
-) -> Float[Array, "*batch m n"]:
+def outer(x: Array, y: Array, dtype: Any = None) -> Float[Array, "*batch m n"]:
     """X Y^T, as `matmul`. With `y.mT` instead of y a CPU would copy the transpose."""
     return jnp.einsum("...mk,...nk->...mn", x, y, **_accumulation(x.dtype, dtype))
 
 
-def _accumulation(
-    operands: jnp.dtype, dtype: jax.typing.DTypeLike | None
-) -> dict[str, Any]:
+def _accumulation(operands: jnp.dtype, dtype: Any) -> dict[str, Any]:
     wide_dtype = wider(operands, jnp.float32)
     return {
         # HIGHEST: on a GPU, float32 would otherwise run through TF32 with 10 bits.
@@ -67,9 +54,7 @@ def has_amx() -> bool:
     return cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text().split()
 
 
-def outer_in_halves(
-    x: Float[Array, "*batch m k"], y: Float[Array, "*batch m k"]
-) -> Float[Array, "*batch m m"]:
+def outer_in_halves(x: Array, y: Array) -> Float[Array, "*batch m m"]:
     """`outer` where it is symmetric, by three quarters of the work, for a CPU.
 
     Of [[A, B^T], [B, C]] it computes A, B and C. Five steps of (768, 768) take 0.87 of
@@ -83,82 +68,77 @@ def outer_in_halves(
     return jnp.concatenate([top, bottom], axis=-2)
 
 
-class Products:
-    """Sums written out in at least float32, then rounded once: for a CPU."""
+def matrix_sum(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
+    """Along rows first: a CPU would lose 5 bits in one sum of 2 million numbers."""
+    return jnp.sum(jnp.sum(x, axis=-1, keepdims=True), axis=-2, keepdims=True)
 
-    def outer(self, x: Array, y: Array) -> Array:
-        """X Y^T where it is symmetric, by halves where that is faster."""
+
+def polynomial(r: Array, square: Array, unit: Array, quintic: Quintic) -> Array:
+    """P from R, R R and I, or from some columns of them: rounded once, to R's dtype."""
+    a, b, c = quintic
+    return (a * unit + b * wide(r) + c * square).astype(r.dtype)
+
+
+def unit_like(r: Float[Array, "*batch m m"]) -> Float[Array, "*batch m m"]:
+    """Unit matrices, in at least float32."""
+    return jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=wide(r).dtype), r.shape)
+
+
+class Products:
+    """The products as XLA computes them: sums in at least float32, rounded once.
+
+    On a CPU, which rounds only where it is told to, symmetric ones are computed by
+    halves where that is faster. A GPU rounds results of products by itself, so that
+    only P takes a pass over memory.
+    """
+
+    def __init__(self, tall: bool = False, on_cpu: bool = False):
+        """`tall` means that X is (n, m) with m <= n, else it is (m, n)."""
+        self.tall, self.on_cpu = tall, on_cpu
+
+    def squares(self, x: Float[Array, "*batch _ _"]) -> Float[Array, "*batch 1 2"]:
+        """The sums of squares of each X and of 2^-80 X, for elements of up to 3e38.
+
+        For a GPU it is one sum, of complex numbers: XLA computes that in the pass that
+        makes X, but neither of two sums: 14 bytes an element instead of 22.
+        """
+        small = x * small_unit(x.dtype)
+        if self.on_cpu:
+            both = matrix_sum(x * x), matrix_sum(small * small)
+        else:
+            squares = jax.lax.complex(x * x, small * small)
+            sums = jnp.sum(squares, axis=(-2, -1), keepdims=True)
+            both = sums.real, sums.imag
+        return jnp.concatenate(both, axis=-1)
+
+    def gram(self, x: Float[Array, "*batch _ _"]) -> Float[Array, "*batch m m"]:
+        """X X^T, or X^T X: (768, 768) of (768, 3072), and of tall (3072, 768)."""
+        y = x.mT if self.tall else x
+        return self.symmetric(y, y)
+
+    def polynomial(self, r: Array, quintic: Quintic) -> Float[Array, "*batch m m"]:
+        """a I + b R + c R R, for symmetric R."""
+        # Without R R in cubics, two products a step instead of three.
+        is_cubic = isinstance(quintic[2], float) and quintic[2] == 0
+        square = wide(r) if is_cubic else self._outer(r, r)
+        return polynomial(r, square, unit_like(r), quintic)
+
+    def product(self, p: Array, x: Array) -> Float[Array, "*batch _ _"]:
+        """P X, or X P."""
+        factors = (x, p) if self.tall else (p, x)
+        dtype = None if self.on_cpu else x.dtype
+        return matmul(*factors, dtype).astype(x.dtype)
+
+    def symmetric(self, x: Array, y: Array) -> Float[Array, "*batch m m"]:
+        """X Y^T where it is symmetric."""
+        return self._outer(x, y, x.dtype).astype(x.dtype)
+
+    def _outer(self, x: Array, y: Array, dtype: Any = None) -> Array:
+        """`outer`, but not rounded on a CPU."""
+        if not self.on_cpu:
+            return outer(x, y, dtype)
         m, k = x.shape[-2:]
         by_amx = x.dtype == jnp.bfloat16 and has_amx()
         least = _HALVES_FROM_WITH_AMX if by_amx else _HALVES_FROM
         halves = m >= _HALVES_FROM and k >= least
         return outer_in_halves(x, y) if halves else outer(x, y)
-
-    def largest(self, x: Array) -> Float[Array, "*batch 1 1"]:
-        """The largest absolute value in each matrix."""
-        return jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
-
-    def gram(self, x: Array, k: float) -> Array:
-        """The matrices k X X^T."""
-        return (k * self.outer(x, x)).astype(x.dtype)
-
-    def add_square(self, a: Array, k: float) -> Array:
-        """A + k A A, for symmetric A."""
-        return (wide(a) + k * self.outer(a, a)).astype(a.dtype)
-
-    def add_product(self, x: Array, k: float, b: Array) -> Array:
-        """X + k B X."""
-        return (wide(x) + k * matmul(b, x)).astype(x.dtype)
-
-    def symmetric(self, x: Array, y: Array) -> Array:
-        """X Y, for symmetric matrices that commute."""
-        return self.outer(x, y).astype(x.dtype)
-
-
-class FusedProducts(Products):
-    """Sums in the form that XLA hands to cuBLASLt whole, with k and C as operands.
-
-    They are written as sums in the dtype of C; cuBLASLt rounds only the result. Where
-    XLA does not call it every term is rounded, as in plain bfloat16 code: 0.04
-    instead of 0.016 from the exact result on a Gaussian (64, 256). Sums written out in
-    float32 would cost more than the products do (benchmarks/NOTES.md).
-    """
-
-    def outer(self, x: Array, y: Array) -> Array:
-        """X Y^T in at least float32."""
-        return outer(x, y)
-
-    def gram(self, x: Array, k: float) -> Array:
-        """The matrices k X X^T."""
-        return k * outer(x, x, x.dtype)
-
-    def add_square(self, a: Array, k: float) -> Array:
-        """A + k A A, for symmetric A."""
-        return a + k * matmul(a, a, a.dtype)
-
-    def add_product(self, x: Array, k: float, b: Array) -> Array:
-        """X + k B X."""
-        return x + k * matmul(b, x, x.dtype)
-
-
-def exact_factors(
-    cubic: float, quintic: float, dtype: jnp.dtype, used: Collection[float] = ()
-) -> tuple[float, float, float]:
-    """The g, p, q for X + cubic A X + quintic A A X, all of them numbers of a dtype.
-
-    With A' = g A this is X + p (A' + q A' A') X, where p g = cubic and
-    p q g^2 = quintic. In float32 g is 1. In bfloat16 rounding p and q would change the
-    polynomial by up to 2^-8 of each term; of the 128 values that g has in [1, 2), the
-    best one leaves 2^-12.5 on average, less than the rounding of the matrices. Numbers
-    `used` in other steps are avoided: XLA hands a factor to cuBLASLt only where no
-    other sum has the same.
-    """
-    ratio = quintic / cubic
-    if jnp.finfo(dtype).bits >= 32:
-        return 1.0, cubic, ratio
-    g = np.arange(1, 2, float(jnp.finfo(dtype).eps))
-    p, q = ((value / g).astype(dtype).astype(float) for value in (cubic, ratio))
-    error = np.maximum(abs(p * g / cubic - 1), abs(q * g - ratio) / abs(ratio or 1))
-    taken = np.isin([g, p, q], [x for x in used if x]).any(axis=0)
-    best = int(np.argmin(np.where(taken & ~taken.all(), np.inf, error)))
-    return float(g[best]), float(p[best]), float(q[best])

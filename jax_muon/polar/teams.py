@@ -2,10 +2,10 @@
 
 Devices exchange what they need for the three products of a step within a host:
 
-  A <- X X^T      each device's columns give a part of the sum; everyone adds up some
-                  rows of all parts, and gathers the rest;
-  B <- A + q A A  everyone computes some columns, and gathers the rest;
-  X <- X + p B X  everyone computes its own columns.
+  R = X X^T              each device's columns give a part of the sum; everyone adds up
+                         some rows of all parts, and gathers the rest;
+  P = a I + b R + c R R  everyone computes some columns, and gathers the rest;
+  X <- P X               everyone computes its own columns.
 
 So the work is divided evenly, and each device sends three matrices (m, m) a step.
 """
@@ -18,7 +18,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_muon.base.dtypes import wide
-from jax_muon.polar.products import Products
+from jax_muon.polar.products import (
+    Products,
+    Quintic,
+    matmul,
+    polynomial,
+    unit_like,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,46 +63,42 @@ class Team:
         return {"axis_index_groups": teams, "tiled": True}
 
 
-@dataclasses.dataclass(frozen=True)
 class SharedProducts(Products):
-    """The products of a step for matrices (*batch, m, n / size) of a team's columns.
+    """The products of matrices of which each device of a team has some columns.
 
-    Parts of sums travel in the dtype of the result, and are added up in at least
-    float32.
+    X is (*batch, m, n / size), such as (1, 2048, 1024) of (2048, 8192) on 8 devices.
+    R and P are whole on every device, (1, 2048, 2048). Parts of sums travel in the
+    dtype of the result, and are added up in at least float32.
     """
 
-    local: Products  # of one device
-    team: Team
+    def __init__(self, local: Products, team: Team):
+        """`local` are the products of one device."""
+        self.local, self.team = local, team
 
-    def outer(self, x: Array, y: Array) -> Float[Array, "*batch m m"]:
-        """X Y^T, whole on every device and not rounded below float32."""
-        return self.team.gather(self._rows(self.local.outer(x, y)), x.ndim - 2)
+    def squares(self, x: Array) -> Float[Array, "*batch 1 2"]:
+        """The sums over all columns, added up in the same order on each device."""
+        parts = self.team.gather(self.local.squares(x), x.ndim - 2)
+        return jnp.sum(parts, axis=-2, keepdims=True)
 
-    def largest(self, x: Array) -> Float[Array, "*batch 1 1"]:
-        """The largest absolute value in each whole matrix."""
-        return super().largest(self.team.gather(super().largest(x), x.ndim - 1))
+    def gram(self, x: Array) -> Float[Array, "*batch m m"]:
+        """X X^T, of all columns."""
+        *batch, m, _ = x.shape
+        size, axis = self.team.size, len(batch)
+        parts = self.local.gram(x).reshape(*batch, size, m // size, m)
+        rows = jnp.sum(wide(self.team.swap(parts, axis, axis)), axis=axis)
+        return self.team.gather(rows.astype(x.dtype), axis)
 
-    def gram(self, x: Array, k: float) -> Float[Array, "*batch m m"]:
-        """The matrices k X X^T, whole on every device."""
-        rows = self._rows(self.local.gram(x, k)).astype(x.dtype)
-        return self.team.gather(rows, x.ndim - 2)
-
-    def add_square(self, a: Array, k: float) -> Float[Array, "*batch m m"]:
-        """A + k A A, for symmetric A, whole on every device."""
-        width = a.shape[-1] // self.team.size
+    def polynomial(self, r: Array, quintic: Quintic) -> Float[Array, "*batch m m"]:
+        """a I + b R + c R R, for symmetric R."""
+        width = r.shape[-1] // self.team.size
         start = self.team.rank() * width
-        columns = jax.lax.dynamic_slice_in_dim(a, start, width, axis=-1)
-        columns = self.local.add_product(columns, k, a)
-        return self.team.gather(columns, a.ndim - 1)
+        columns, unit = (
+            jax.lax.dynamic_slice_in_dim(x, start, width, axis=-1)
+            for x in (r, unit_like(r))
+        )
+        columns = polynomial(columns, matmul(r, columns), unit, quintic)
+        return self.team.gather(columns, r.ndim - 1)
 
-    def add_product(self, x: Array, k: float, b: Array) -> Array:
-        """X + k B X, for the columns of this device."""
-        return self.local.add_product(x, k, b)
-
-    def _rows(self, part: Array) -> Array:
-        """This device's rows of the sum of all parts."""
-        *batch, m, n = part.shape
-        size = self.team.size
-        parts = part.reshape(*batch, size, m // size, n)
-        axis = len(batch)
-        return jnp.sum(wide(self.team.swap(parts, axis, axis)), axis=axis)
+    def product(self, p: Array, x: Array) -> Array:
+        """P X, for the columns of this device."""
+        return self.local.product(p, x)

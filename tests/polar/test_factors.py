@@ -9,10 +9,9 @@ import pytest
 
 import jax_muon as jm
 from benchmarks.schedule.h100s import lowering_for_h100
-from jax_muon.polar import iteration, products
+from jax_muon.polar import hopper, iteration, products
 from jax_muon.polar.coefficients import NEWTON_SCHULZ, polar_express_coefficients
-from jax_muon.polar.hopper import products as hopper_products
-from jax_muon.polar.products import exact_factors
+from jax_muon.polar.hopper.products import HopperProducts
 from tests import oracle, trees
 
 SHAPES = [(8, 8), (17, 6), (1, 9), (9, 1), (2, 3, 5, 12), (4, 40, 24), (1, 1)]
@@ -102,8 +101,9 @@ def test_bfloat16_rounds_once_a_product(rng):
     assert y.dtype == jnp.float32
     assert trees.distance(y, express(x)) < 2e-2  # 5e-2 if every term were rounded
     # XLA for a CPU does so only where it is told that results are float32. On a GPU
-    # they need no pass to round them; the first one gives the norm.
-    for platform, dtypes in (("cpu", 15 * ["f32"]), ("cuda", ["f32"] + 14 * ["bf16"])):
+    # only the polynomial takes a pass that sums and rounds.
+    cuda = 5 * ["bf16", "f32", "bf16"]
+    for platform, dtypes in (("cpu", 15 * ["f32"]), ("cuda", cuda)):
         assert results_of_products(lowered(jm.PolarExpress(), x, platform)) == dtypes
 
 
@@ -122,45 +122,34 @@ def retrace():
     jax.clear_caches()
 
 
-OTHER_WAYS = {  # to compute products: of a GPU; of large matrices on a CPU
-    "fused": (iteration, "_ON_CPU", products.FusedProducts()),
-    "by halves": (products, "_HALVES_FROM", 2),
-}
+@pytest.fixture
+def on_platform(retrace, monkeypatch):
+    """A function that makes a CPU compute what a program for this platform does."""
+
+    def use(platform):
+        def chosen(*args, **branches):
+            return branches.get(platform, branches["default"])(*args)
+
+        monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+
+    return use
 
 
 @pytest.mark.parametrize("shape", [(1, 9), (7, 7), (5, 13, 8)], ids=str)
 @pytest.mark.parametrize("form", ["standard", "gram"])
-@pytest.mark.parametrize("way", OTHER_WAYS)
+@pytest.mark.parametrize("way", ["at once", "by halves"])
 def test_other_ways_to_compute_products(
-    rng, x64, retrace, monkeypatch, way, shape, form
+    rng, x64, on_platform, monkeypatch, way, shape, form
 ):
-    """On small matrices of odd and even size; in bfloat16 a GPU rounds every term."""
-    monkeypatch.setattr(*OTHER_WAYS[way])
+    """Of a GPU, where tall matrices stay tall, and of large matrices on a CPU."""
+    if way == "at once":
+        on_platform("cuda")
+    monkeypatch.setattr(products, "_HALVES_FROM", 2)
     x = jnp.asarray(rng.standard_normal(shape))
-    y = jm.PolarExpress(dtype="float64", form=form)(x)
-    np.testing.assert_allclose(y, express(x), rtol=0, atol=1e-12)
+    for norm in ("frobenius", "schatten4"):
+        polar = jm.PolarExpress(dtype="float64", form=form, norm=norm)
+        np.testing.assert_allclose(polar(x), express(x, norm), rtol=0, atol=1e-12)
     assert trees.distance(jm.PolarExpress()(x), express(x)) < 0.1
-
-
-def test_factors_that_bfloat16_holds():
-    """No two steps share one: XLA would not hand it to cuBLASLt then.
-
-    Rounded by themselves, two of them would be off by up to 2^-8 each.
-    """
-    dtype, scale, used = jnp.dtype("bfloat16"), 1.0, set()
-    for step, (a, b, c) in enumerate(polar_express_coefficients(8)):
-        cubic, quintic = b / a * scale**2, c / a * scale**4
-        g, p, q = exact_factors(cubic, quintic, dtype, used)
-        assert all(float(jnp.bfloat16(number)) == number for number in (g, p, q))
-        assert 1 <= g < 2
-        assert p * g == pytest.approx(cubic, rel=2**-11)
-        assert p * q * g**2 == pytest.approx(quintic, rel=2**-11)
-        scale *= a
-        used |= {g, p, q}
-        assert len(used) == 3 * (step + 1)
-    everything = {float(g) for g in np.arange(1, 2, 2.0**-7)}
-    assert 1 <= exact_factors(-0.7, 0.12, dtype, everything)[0] < 2
-    assert exact_factors(3.1, 0.7, jnp.dtype("float32")) == (1.0, 3.1, 0.7 / 3.1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -224,39 +213,37 @@ def test_kernels_on_a_gpu_alone(rng, retrace, monkeypatch):
     Matrices with few rows take plain products there, too.
     """
     x = jnp.asarray(rng.standard_normal((2, 40, 24)), jnp.float32)
-    plain, kernel = (jm.PolarExpress(symmetric=each) for each in ("plain", "kernel"))
+    plain, kernels = (jm.PolarExpress(kernels=each) for each in (None, True))
 
     def calls(polar, platform):
         return lowered(polar, x, platform).count("call @symmetric_product")
 
-    assert calls(kernel, "cuda") == 0
-    monkeypatch.setattr(hopper_products, "MIN_ROWS", 24)
+    assert calls(kernels, "cuda") == 0
+    monkeypatch.setattr(hopper, "MIN_ROWS", 24)
     jax.clear_caches()
-    assert calls(plain, "cuda") == calls(kernel, "cpu") == 0
-    assert calls(kernel, "cuda") == 10
-    np.testing.assert_array_equal(kernel(x), plain(x))
+    assert calls(plain, "cuda") == calls(kernels, "cpu") == 0
+    assert calls(kernels, "cuda") == 10
+    np.testing.assert_array_equal(kernels(x), plain(x))
 
 
-def test_the_iteration_on_kernels(rng, retrace, monkeypatch):
+@pytest.mark.parametrize("shape", [(2, 24, 40), (2, 40, 24)], ids=str)
+@pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
+def test_the_iteration_on_kernels(rng, on_platform, monkeypatch, norm, shape):
     """The algebra around them: plain products in their place, on a CPU."""
-    x = jnp.asarray(rng.standard_normal((2, 24, 40)), jnp.float32)
     called = set()
+    for name in ("gram", "polynomial"):
 
-    def gram(x, dtype=jnp.bfloat16, *, factor=1.0):
-        called.add("gram")
-        return (factor * products.outer(x, x)).astype(dtype)
+        def plain(self, *args, name=name):
+            called.add(name)
+            return getattr(products.Products(self.tall, on_cpu=True), name)(*args)
 
-    def quadratic(a, b, c):
-        called.add("quadratic")
-        return (b * a + c * products.matmul(a, a)).astype(a.dtype)
-
-    for name, value in (("MIN_ROWS", 24), ("gram", gram), ("quadratic", quadratic)):
-        monkeypatch.setattr(hopper_products, name, value)
-    monkeypatch.setattr(iteration, "_ON_CPU", hopper_products.HopperProducts())
-    found = jm.PolarExpress(norm="schatten4")(x)
-    assert called == {"gram", "quadratic"}
-    # Sums that a GPU adds, of which the CPU rounds every term here.
-    assert trees.distance(found, express(x, "schatten4")) < 0.06
+        monkeypatch.setattr(HopperProducts, name, plain)
+    monkeypatch.setattr(hopper, "MIN_ROWS", 24)
+    on_platform("cuda")
+    x = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    found = jm.PolarExpress(norm=norm, kernels=True)(x)
+    assert called == {"gram", "polynomial"}
+    assert trees.distance(found, express(x, norm)) < 0.05
 
 
 def test_a_stack_is_written_in_place():
@@ -268,12 +255,16 @@ def test_a_stack_is_written_in_place():
 
 
 @pytest.mark.parametrize(("count", "size"), [(4, 4), (5, 1), (6, 3), (61, 1)])
-def test_accelerators_take_equal_parts_of_a_stack(rng, monkeypatch, count, size):
+def test_accelerators_take_equal_parts_of_a_stack(rng, count, size):
     """The most matrices that a limit of four allows, in a loop; with equal results."""
-    monkeypatch.setattr(iteration, "_PART_BYTES", 4 * 6 * 9 * 4)
-    x = jnp.asarray(rng.standard_normal((count, 6, 9)), jnp.float32)
-    assert iteration._part_size(x) == size
-    parts = iteration._in_parts(jm.ExactPolar(), x, size=size)
+    x, sizes = jnp.asarray(rng.standard_normal((count, 6, 9)), jnp.float32), []
+
+    def factors(part):
+        sizes.append(len(part))
+        return jm.ExactPolar()(part)
+
+    parts = iteration._in_parts(factors, x, most=4)
+    assert {*sizes} == {size}
     np.testing.assert_allclose(parts, jm.ExactPolar()(x), atol=1e-6)
 
 

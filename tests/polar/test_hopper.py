@@ -1,10 +1,11 @@
 """Symmetric products: kernels in Pallas's interpreter against float64.
 
 The bound: products of 16-bit numbers are exact in float32; a sum of n terms in any
-order is off by n u times the sum of magnitudes, u = 2^-24, and the two products and the
-sum of b A + c A A by 3 u more; then comes one rounding to the type of the result.
+order is off by n u times the sum of magnitudes, u = 2^-24, and the three products and
+two sums of a I + b R + c R R by 5 u more; then comes one rounding to bfloat16.
 """
 
+import functools
 import subprocess
 import sys
 import types
@@ -18,13 +19,15 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jax_muon as jm
 from benchmarks.schedule.h100s import lowering_for_h100
-from jax_muon.polar.hopper import gram, kernel, quadratic
-from jax_muon.polar.hopper.kernel import Tiling
-from jax_muon.polar.products import outer
+from jax_muon.polar import hopper
+from jax_muon.polar.hopper import kernel
+from jax_muon.polar.hopper import products as hopper_products
+from jax_muon.polar.hopper.products import HopperProducts
+from jax_muon.polar.products import Products
 from tests.interpreter import interpreted, needs_interpreter
 
-NARROW = Tiling(columns=128, stages=2)
-B, C = -2.8, 0.5  # of a step of the Polar Express, rounded
+WIDE, TALL = HopperProducts(), HopperProducts(tall=True)
+QUINTIC = (3.9, -2.8, 0.5)  # of a step of the Polar Express, rounded
 
 
 def matrices(shape, dtype="bfloat16"):
@@ -46,24 +49,25 @@ def double(x):
 def assert_close(found, exact, magnitudes, terms):
     """Symmetric, and within the bound; `magnitudes` are of all terms of a sum."""
     np.testing.assert_array_equal(double(found), np.swapaxes(double(found), -1, -2))
-    info = jnp.finfo(found.dtype)
-    summed = (terms + 3) * 2.0**-24 * magnitudes
-    rounded = float(info.eps) / 2 * (np.abs(exact) + summed)
-    tiny = float(info.smallest_normal)
+    summed = (terms + 5) * 2.0**-24 * magnitudes
+    rounded = 2.0**-8 * (np.abs(exact) + summed)
+    tiny = float(jnp.finfo(jnp.bfloat16).smallest_normal)
     np.testing.assert_array_less(np.abs(double(found) - exact), summed + rounded + tiny)
 
 
-def check_gram(found, x, factor):
+def check_gram(found, x):
+    """X X^T."""
     x = double(x)
-    exact, magnitudes = (factor * y @ np.swapaxes(y, -1, -2) for y in (x, np.abs(x)))
+    exact, magnitudes = (y @ np.swapaxes(y, -1, -2) for y in (x, np.abs(x)))
     assert_close(found, exact, magnitudes, x.shape[-1])
 
 
-def check_quadratic(found, a, b=B, c=C):
-    a, (b, c) = double(a), double(np.array([b, c], np.float32))
-    size = np.abs(a)
-    magnitudes = abs(b) * size + abs(c) * (size @ size)
-    assert_close(found, b * a + c * (a @ a), magnitudes, a.shape[-1])
+def check_polynomial(found, r, abc=QUINTIC):
+    """a I + b R + c R R."""
+    r, (a, b, c) = double(r), double(np.array(abc, np.float32))
+    size, unit = np.abs(r), np.eye(r.shape[-1])
+    magnitudes = abs(a) * unit + abs(b) * size + abs(c) * (size @ size)
+    assert_close(found, a * unit + b * r + c * (r @ r), magnitudes, r.shape[-1])
 
 
 @pytest.mark.parametrize("columns", [128, 256])
@@ -79,49 +83,66 @@ def test_programs_cover_the_triangle_once(m, columns):
     assert (count[: m // 64, : m // 64][inside] == 1).all()
 
 
+@pytest.fixture
+def cut(monkeypatch):
+    """A function that cuts the work of kernels in another way."""
+
+    def use(**settings):
+        by_kernel = functools.partial(kernel.symmetric_product, **settings)
+        monkeypatch.setattr(hopper_products, "symmetric_product", by_kernel)
+
+    return use
+
+
+NARROW = {"columns": 128, "stages": 2}
+
+
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("shape", "result", "tiling"),
+    ("shape", "tall", "settings"),
     [
-        ((2, 1, 130, 70), "bfloat16", Tiling()),
-        ((2, 200, 300), "bfloat16", NARROW),
-        ((320, 190), "float32", Tiling()),
-        ((2, 0, 3), "bfloat16", Tiling()),
-        ((4, 0), "bfloat16", Tiling()),  # an empty sum is 0
+        ((2, 1, 130, 70), False, {}),
+        ((130, 200), True, {}),
+        ((2, 200, 300), False, NARROW),
+        ((300, 200), True, NARROW),
+        ((2, 0, 3), False, {}),
+        ((4, 0), False, {}),  # an empty sum is 0
+        ((0, 4), True, {}),
     ],
     ids=str,
 )
-def test_gram_of_any_shape(shape, result, tiling):
-    """Tall, wide, not a multiple of a tile, any rank; reused memory.
-
-    The factor comes before the rounding.
-    """
+def test_gram_of_any_shape(cut, shape, tall, settings):
+    """Tall, wide, not a multiple of a tile, any rank; reused memory."""
+    cut(**settings)
     x = matrices(shape)
     with interpreted():
-        found = gram(x, result, factor=3.0, tiling=tiling)
-    assert (found.shape, found.dtype) == ((*shape[:-1], shape[-2]), result)
-    check_gram(found, x, 3.0)
+        found = HopperProducts(tall).gram(x)
+    x = x.mT if tall else x
+    assert (found.shape, found.dtype) == ((*shape[:-2], *2 * x.shape[-2:-1]), x.dtype)
+    check_gram(found, x)
 
 
 @needs_interpreter
 @pytest.mark.parametrize("shape", [(1,), (2, 190), (330,)], ids=str)
-def test_quadratic_of_any_shape(shape):
-    """The type of the input, rounded once; with two stages parts of A take turns."""
-    a = symmetric(shape)
+def test_polynomial_of_any_shape(cut, shape):
+    """Summed and rounded once; with two stages parts of R take turns."""
+    cut(stages=2)
+    r = symmetric(shape)
     with interpreted():
-        found = quadratic(a, B, C, tiling=Tiling(stages=2))
-    assert found.dtype == a.dtype
-    check_quadratic(found, a)
+        found = WIDE.polynomial(r, QUINTIC)
+    assert found.dtype == r.dtype
+    check_polynomial(found, r)
 
 
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy, inf * 0
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_values_that_are_not_finite_stay_in_their_rows(value):
+def test_values_that_are_not_finite_stay_in_their_rows(cut, value):
     """Padding is zero, and no other row or matrix is touched."""
+    cut(**NARROW)
     x = matrices((2, 80, 20)).at[1, 18, 3].set(value)
     with interpreted():
-        found = double(gram(x, tiling=NARROW))
+        found = double(WIDE.gram(x))
     outside = np.delete(np.delete(found[1], 18, axis=0), 18, axis=1)
     assert np.isfinite(found[0]).all()
     assert np.isfinite(outside).all()
@@ -129,26 +150,27 @@ def test_values_that_are_not_finite_stay_in_their_rows(value):
 
 
 @needs_interpreter
-def test_transformations_change_no_bit():
+def test_transformations_change_no_bit(cut):
     """Each matrix alone, jit, vmap, shard_map; factors that are traced and mapped."""
-    a, b, c = symmetric((2, 70)), jnp.array([1.5, B]), jnp.float32(C)
+    cut(**NARROW)
+    r, first = symmetric((2, 70)), jnp.array([[[1.5]], [[QUINTIC[0]]]])
     # The interpreter of jax 0.10 waits forever for a second device, and does not mark
     # its loops as varying.
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     axis = PartitionSpec("data")
 
-    def kernel(a, b=B):
-        return quadratic(a, b, c, tiling=NARROW)
+    def kernel(r, a=QUINTIC[0]):
+        return WIDE.polynomial(r, (a, QUINTIC[1], jnp.float32(QUINTIC[2])))
 
     sharded = jax.shard_map(
         kernel, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False
     )
     with interpreted():
-        expected = double(kernel(a))
-        np.testing.assert_array_equal(double(jax.jit(sharded)(a)), expected)
-        mapped = jax.vmap(kernel)(a, b)
-        np.testing.assert_array_equal(double(mapped[1]), expected[1])
-        check_quadratic(mapped[0], a[0], 1.5)
+        expected = double(kernel(r))
+        np.testing.assert_array_equal(double(jax.jit(sharded)(r)), expected)
+        for mapped in (jax.vmap(kernel)(r, first), kernel(r, first)):
+            np.testing.assert_array_equal(double(mapped[1]), expected[1])
+            check_polynomial(mapped[0], r[0], (1.5, *QUINTIC[1:]))
 
 
 def test_lowering_for_a_gpu_under_shard_map(x64):
@@ -157,13 +179,12 @@ def test_lowering_for_a_gpu_under_shard_map(x64):
     They count with 32 bits where integers have 64.
     """
     axis = PartitionSpec("data")
-    x = jax.ShapeDtypeStruct((24, 700, 3000), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((24, 3000, 700), jnp.bfloat16)
 
     def steps(x):
-        a = jax.lax.platform_dependent(
-            x, cuda=gram, default=lambda x: outer(x, x).astype(x.dtype)
-        )
-        return quadratic(a, B, C)
+        plain = Products(tall=True).gram
+        r = jax.lax.platform_dependent(x, cuda=TALL.gram, default=plain)
+        return WIDE.polynomial(r, QUINTIC)
 
     with lowering_for_h100(data=8):
         function = jax.shard_map(steps, in_specs=axis, out_specs=axis)
@@ -175,7 +196,7 @@ def test_kernels_are_imported_for_themselves_alone():
     """Pallas takes half a second to load; jax.extend brings 30 ms of it along."""
     code = (
         "import sys, jax.numpy as jnp, jax_muon as jm; jm.PolarExpress()(jnp.eye(3)); "
-        "print(any('hopper' in x or 'experimental.pallas' in x for x in sys.modules))"
+        "print(any('hopper.' in x or 'experimental.pallas' in x for x in sys.modules))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert run.stdout == b"False\n"
@@ -183,29 +204,39 @@ def test_kernels_are_imported_for_themselves_alone():
 
 def test_without_the_backend(monkeypatch):
     """A version of JAX that has none: plain products go on, kernels say what lacks."""
-    name = "mosaic_gpu"
+    name, x = "mosaic_gpu", matrices((800, 800), "float32")
     monkeypatch.setitem(sys.modules, f"jax.experimental.pallas.{name}", None)
     monkeypatch.delattr(jax.experimental.pallas, name)
-    for module in [x for x in sys.modules if x.startswith("jax_muon.polar.hopper")]:
+    for module in [x for x in sys.modules if x.startswith("jax_muon.polar.hopper.")]:
         monkeypatch.delitem(sys.modules, module)
-    x = matrices((4, 6), "float32")
-    jm.PolarExpress()(x)
-    with pytest.raises(ImportError, match=r"Mosaic GPU.*expected.*symmetric='plain'"):
-        jm.PolarExpress(symmetric="kernel")(x)
+    monkeypatch.delattr(hopper, "kernel", raising=False)
+    assert not jax.eval_shape(jm.PolarExpress(kernels=False), x).weak_type
+    with pytest.raises(ImportError, match=r"Mosaic GPU.*expected.*kernels=False"):
+        jax.eval_shape(jm.PolarExpress(kernels=True), x)
+    pretend(monkeypatch, "9.0")
+    assert not hopper.takes_kernels(None, 800)
 
 
-def test_bad_input(monkeypatch):
-    """Of an A100, too, which has none of the instructions."""
-    wide, three = matrices((3, 3), "float32"), matrices((2, 3))
-    with pytest.raises(ValueError, match=r"x of dtype float32; expected"):
-        gram(wide)
-    with pytest.raises(ValueError, match=r"a of shape .*; expected"):
-        quadratic(three, B, C)
+def pretend(monkeypatch, *capabilities):
+    """GPUs of these generations are here."""
+    cards = [types.SimpleNamespace(compute_capability=x) for x in capabilities]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for capability in ("9.0", "8.0"):
-        card = types.SimpleNamespace(compute_capability=capability)
-        monkeypatch.setattr(jax, "devices", lambda card=card: [card])
-        if capability == "9.0":
-            jax.eval_shape(gram, three)
-    with pytest.raises(ValueError, match=r"capability 8.0; expected 9.0"):
-        jax.eval_shape(lambda x: gram(x), three)
+    monkeypatch.setattr(jax, "devices", lambda: cards)
+
+
+def test_which_cards_take_kernels(monkeypatch):
+    """H100s and H200s, from 768 rows on; an A100 has none of the instructions."""
+    chosen = hopper.takes_kernels
+    assert chosen(True, 768) and not chosen(None, 768) and not chosen(True, 767)
+    pretend(monkeypatch, "9.0", "9.0")
+    assert chosen(None, 768) and not chosen(None, 767) and not chosen(False, 768)
+    pretend(monkeypatch, "9.0", "8.0")
+    assert not chosen(None, 768) and not chosen(False, 768)
+    with pytest.raises(ValueError, match=r"capability 8.0, 9.0; expected 9.0 \(H100"):
+        chosen(True, 64)
+
+
+def test_bad_input():
+    """Tensor cores would round float32."""
+    with pytest.raises(ValueError, match=r"x of dtype float32; expected"):
+        WIDE.gram(matrices((3, 3), "float32"))

@@ -35,7 +35,7 @@ def test_equal_settings_are_equal():
 def test_polar_express_hands_all_settings_on():
     margins = {"norm_factor": 1.02, "eps": 1e-6}
     table = polar_express_coefficients(6, lower=2e-3)
-    for more in ({"dtype": "float32", "form": "gram"}, {"symmetric": "kernel"}):
+    for more in ({"dtype": "float32", "form": "gram"}, {"kernels": True}):
         assert jm.PolarExpress(6, lower=2e-3, norm="schatten4", **more) == (
             jm.NewtonSchulz(coefficients=table, norm="schatten4", **margins, **more)
         )
@@ -54,12 +54,12 @@ SETTINGS = {
     "steps=0; expected a Python integer of at least 1": {"steps": 0},
     "norm='l2'; expected one of 'frobenius', 'schatten4'": {"norm": "l2"},
     "form='grm'; expected one of 'auto', 'standard', 'gram'": {"form": "grm"},
-    "symmetric=True; expected one of 'plain', 'kernel'": {"symmetric": True},
+    "kernels='kernel'; expected None, True or False": {"kernels": "kernel"},
     "dtype='float16'; expected bfloat16, float32 or float64": {"dtype": "float16"},
     "dtype=None; expected": {"dtype": None},
     "reach 28; expected dtype=float32, or form='standard'": {"form": "gram"},
-    "symmetric='kernel' with dtype=float32; expected dtype=bfloat16, or": {
-        "symmetric": "kernel",
+    "kernels=True with dtype=float32; expected dtype=bfloat16, or": {
+        "kernels": True,
         "dtype": "float32",
     },
     "=(2, 0, -1); expected one (a, b, c) or": {"coefficients": (2, 0, -1)},

@@ -1,12 +1,13 @@
-"""c X X^T + b X for symmetric results, as one kernel for Hopper GPUs (sm_90).
+"""X X^T, X^T X, and a I + b R + c R R of symmetric R, as a kernel for Hopper GPUs.
 
 It is written for Pallas's Mosaic GPU backend, which is imported here and nowhere else.
 
 A program computes a tile of 128 rows of the lower triangle with three groups of four
 warps. One group loads pieces of X, several ahead of those in use, through the tensor
-memory accelerator (TMA). The other two multiply 64 rows each (`wgmma`) and store their
-results in squares of 64 x 64: a square below the diagonal twice, the second time
-transposed, one on the diagonal with its lower half mirrored, one above it not at all.
+memory accelerator (TMA). The other two multiply 64 rows each (`wgmma` of sm_90) and
+store their results in squares of 64 x 64: a square below the diagonal twice, the second
+time transposed, one on the diagonal with its lower half mirrored, one above it not at
+all.
 """
 
 import functools
@@ -23,65 +24,47 @@ try:
 except (ImportError, AttributeError) as error:
     raise ImportError(
         f"jax {jax.__version__} without Pallas's Mosaic GPU backend, which the kernels "
-        f"need ({error}); expected jax 0.10.2 to 0.12, or symmetric='plain'"
+        f"need ({error}); expected jax 0.10.2 to 0.12, or kernels=False"
     ) from error
 
 # Rows that one instruction multiplies, and 16-bit elements in a row of swizzled memory.
 SQUARE = 64
 COMPUTING = 2  # groups of warps; group 2 loads
 ROWS = COMPUTING * SQUARE
-SHARED_BYTES = 227 * 1024 - 1024  # of a program, less its barriers
 # 64 Ki registers for 3 groups of 128 threads are 168 each. Loading needs few.
 LOADING_REGISTERS, COMPUTING_REGISTERS = 40, 232
 
 
-class Tiling(NamedTuple):
-    """How the kernel cuts its work; benchmarks/NOTES.md has the reasons.
-
-    Each program computes a tile of 128 x `columns` elements, 64 columns of the matrices
-    at a time, while the next `stages` - 1 pieces of that depth are loaded.
-    """
-
-    columns: int = 256  # or 128
-    stages: int = 4  # at least 2; fewer where they do not fit
-
-
-TILING = Tiling()
-
-
 # One function in the program for all calls of a kind: tracing takes half a second.
-@functools.partial(jax.jit, static_argnames=("result", "columns", "stages"))
+@functools.partial(jax.jit, static_argnames=("tall", "columns", "stages"))
 def symmetric_product(
-    x: Float[Array, "k m n"],
-    factors: Float[Array, " count"],
-    result: jax.ShapeDtypeStruct,
-    columns: int,
-    stages: int,
+    x: Array, factors: Array | None, *, tall: bool, columns: int = 256, stages: int = 4
 ) -> Float[Array, "k m m"]:
-    """c X X^T for one factor (c,), or c X X^T + b X for (c, b).
+    """X X^T of (k, m, n), X^T X of tall (k, n, m), or a I + b X + c X X^T.
 
-    X is bfloat16, m and n multiples of 64; the factors are float32.
+    Args:
+      x: bfloat16; m and n are multiples of 64.
+      factors: float32 (k, 3), the (a, b, c) of each X; without them X X^T.
+      tall: see above.
+      columns: a program computes a tile of 128 x `columns`, of 256 or 128, elements.
+      stages: it loads `stages` - 1 pieces, 64 elements deep, ahead of the one in use.
+        4 of (128 + 256) x 64 elements are 192 of the 227 KiB that a program has; 32
+        more are for results.
     """
-    count, m, _ = x.shape
-    with_x = factors.shape == (2,)
-    # Pieces of a tile's rows and of its columns; two squares for each computing group.
-    piece = (ROWS + columns) * SQUARE * x.dtype.itemsize
-    squares = COMPUTING * 2 * SQUARE**2 * result.dtype.itemsize
-    stages = min(stages, (SHARED_BYTES - squares) // piece)
-    tiles = tiles_of(m, columns)
+    count, m = len(x), x.shape[2 if tall else 1]
     kernel = plgpu.kernel(
-        functools.partial(_kernel, columns=columns, stages=stages, tiles=tiles),
-        out_type=result,
-        grid=(count * tiles,),
+        functools.partial(_kernel, columns=columns, stages=stages, tall=tall),
+        out_type=jax.ShapeDtypeStruct((count, m, m), x.dtype),
+        grid=(count * tiles_of(m, columns),),
         grid_names=("program",),
         num_threads=COMPUTING + 1,  # a thread of Pallas is a group of four warps
         thread_name="group",
-        kernel_name="quadratic" if with_x else "gram",
+        kernel_name="gram" if factors is None else "polynomial",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
     )
-    product = kernel(x, factors)
+    product = kernel(x) if factors is None else kernel(x, factors)
     # Pallas drops the mesh axes over which a value differs, inside shard_map.
     varying, kept = (jax.typeof(y).manual_axis_type.varying for y in (x, product))
     missing = tuple(sorted(varying - kept))
@@ -118,24 +101,23 @@ def _divmod(x: Any, y: int) -> tuple[Any, Any]:
     return lax.div(x, jnp.int32(y)), lax.rem(x, jnp.int32(y))
 
 
-def _kernel(
-    x: Any, factors: Any, out: Any, *, columns: int, stages: int, tiles: int
-) -> None:
+def _kernel(x: Any, *refs: Any, columns: int, stages: int, tall: bool) -> None:
     """One tile, by one program of three groups of warps."""
+    *factors, out = refs
     program, group = lax.axis_index("program"), lax.axis_index("group")
-    matrix, tile = _divmod(program, tiles)
+    matrix, tile = _divmod(program, tiles_of(out.shape[1], columns))
     top, left = corner(tile, out.shape[1], columns)
-    products = x.shape[2] // SQUARE
+    products = x.shape[1 if tall else 2] // SQUARE
     # The tile of X that is added comes the same way as the factors of the products.
-    addends = columns // SQUARE if factors.shape == (2,) else 0
+    addends = columns // SQUARE if factors else 0
 
     def run(rows: Any, others: Any, squares: Any, loaded: Any, free: Any) -> None:
-        pieces = _Pieces(rows, others, loaded, free)
+        pieces = _Pieces(rows, others, loaded, free, tall)
 
         @pl.when((group == COMPUTING) & (top < out.shape[1]))
         def _() -> None:
             plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
-            _load(x, matrix, top, left, pieces, products, addends)
+            _load(x, (matrix, top, left), pieces, products, addends)
 
         @pl.when((group < COMPUTING) & (top < out.shape[1]))
         def _() -> None:
@@ -143,11 +125,13 @@ def _kernel(
             total = _multiply(pieces, products, group)
             row = top + group * SQUARE
             for i in range(columns // SQUARE):
-                value = total[:, i * SQUARE : (i + 1) * SQUARE] * factors[0]
-                if addends:
-                    part = pieces.take(products + i, group)
-                    value += factors[1] * part.astype(jnp.float32)
+                value = total[:, i * SQUARE : (i + 1) * SQUARE]
                 column = left + i * SQUARE
+                for abc in factors:
+                    part = pieces.take(products + i, group).astype(jnp.float32)
+                    unit = jnp.where(_row_less_column() == column - row, 1.0, 0.0)
+                    value = abc[matrix, 2] * value + abc[matrix, 1] * part
+                    value += abc[matrix, 0] * unit
                 targets = (
                     out.at[matrix, pl.ds(row, SQUARE), pl.ds(column, SQUARE)],
                     out.at[matrix, pl.ds(column, SQUARE), pl.ds(row, SQUARE)],
@@ -165,13 +149,29 @@ def _kernel(
 
     pl.run_scoped(
         run,
-        rows=_shared((stages, ROWS, SQUARE), x.dtype),
-        others=_shared((stages, columns, SQUARE), x.dtype),
+        rows=_shared((stages, *_of_x(tall, ROWS, SQUARE)), x.dtype),
+        others=_shared((stages, *_of_x(tall, columns, SQUARE)), x.dtype),
         squares=_shared((COMPUTING, 2, SQUARE, SQUARE), out.dtype),
         loaded=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
         free=plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTING),
         collective_axes="group",
     )
+
+
+def _of_x(tall: bool, rows: Any, summed: Any) -> tuple[Any, Any]:
+    """Sizes or ranges of the result's rows and of what is summed, in the order of X."""
+    return (summed, rows) if tall else (rows, summed)
+
+
+def _row_less_column() -> Array:
+    """The row less the column of each element of a square, as products hold it."""
+    row, column = (
+        plgpu.broadcasted_iota(
+            jnp.int32, (SQUARE, SQUARE), axis, layout=plgpu.Layout.WGMMA
+        )
+        for axis in range(2)
+    )
+    return row - column
 
 
 def _shared(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
@@ -188,10 +188,11 @@ def _shared(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
 class _Pieces(NamedTuple):
     """Shared memory of some pieces of X, which are loaded and used in turn."""
 
-    rows: Any  # (stages, 128, 64)
+    rows: Any  # (stages, 128, 64), of tall X (stages, 64, 128)
     others: Any  # (stages, columns, 64), of the rows that are the tile's columns
     loaded: Any  # a barrier for each stage: both are there
     free: Any  # and one: both computing groups have used them
+    tall: bool
 
     def slot(self, step: Any) -> Any:
         """The slot of a step's pieces."""
@@ -207,16 +208,9 @@ class _Pieces(NamedTuple):
         return part
 
 
-def _load(
-    x: Any,
-    matrix: Any,
-    top: Any,
-    left: Any,
-    pieces: _Pieces,
-    products: int,
-    addends: int,
-) -> None:
+def _load(x: Any, at: Any, pieces: _Pieces, products: int, addends: int) -> None:
     """Fetch the factors of all products, then the tile of X that is added."""
+    (matrix, top, left), tall = at, pieces.tall
     steps, stages = products + addends, pieces.rows.shape[0]
 
     @pl.loop(0, steps)
@@ -225,7 +219,8 @@ def _load(
         slot = pieces.slot(step)
 
         def fetch(row: Any, column: Any, target: Any) -> None:
-            part = pl.ds(row, target.shape[0]), pl.ds(column, SQUARE)
+            size = target.shape[1 if tall else 0]
+            part = _of_x(tall, pl.ds(row, size), pl.ds(column, SQUARE))
             plgpu.copy_gmem_to_smem(x.at[matrix, *part], target, pieces.loaded.at[slot])
 
         pl.when(step >= stages)(lambda: plgpu.barrier_wait(pieces.free.at[slot]))
@@ -259,11 +254,14 @@ def _multiply(pieces: _Pieces, products: int, group: Any) -> Array:
         def _(step: Any) -> None:
             slot = pieces.slot(step)
             plgpu.barrier_wait(pieces.loaded.at[slot])
-            plgpu.wgmma(
-                total,
-                pieces.rows.at[slot, pl.ds(group * SQUARE, SQUARE)],
-                pieces.others.at[slot].transpose((1, 0)),
-            )
+            part = _of_x(pieces.tall, pl.ds(group * SQUARE, SQUARE), slice(None))
+            own, others = pieces.rows.at[slot, *part], pieces.others.at[slot]
+            # `wgmma` multiplies (64 rows, 64) by (64, columns), and reads either of
+            # them transposed from memory.
+            if pieces.tall:
+                plgpu.wgmma(total, own.transpose((1, 0)), others)
+            else:
+                plgpu.wgmma(total, own, others.transpose((1, 0)))
             plgpu.wgmma_wait(1)  # the one before, while this one runs
             pl.when(step > 0)(lambda: release(step - 1))
 
@@ -271,7 +269,7 @@ def _multiply(pieces: _Pieces, products: int, group: Any) -> Array:
         release(jnp.int32(products - 1))
         return total[...]
 
-    columns = pieces.others.shape[1]
+    columns = pieces.others.shape[2 if pieces.tall else 1]
     return pl.run_scoped(run, plgpu.ACC((SQUARE, columns), jnp.float32))
 
 
@@ -295,13 +293,7 @@ def _store_mirrored(value: Array, squares: tuple[Any, Any], target: Any) -> None
     """
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     _write_transposed(value, squares[1])
-    i, j = (
-        plgpu.broadcasted_iota(
-            jnp.int32, (SQUARE, SQUARE), axis, layout=plgpu.Layout.WGMMA
-        )
-        for axis in range(2)
-    )
-    squares[0][...] = jnp.where(i >= j, value, squares[1][...])
+    squares[0][...] = jnp.where(_row_less_column() >= 0, value, squares[1][...])
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(squares[0], target)
 
