@@ -9,12 +9,13 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from jax_muon.base import checks, trees
+from jax_muon.matrices.heads import heads_apart
 from jax_muon.matrices.joins import Joins, with_joins
 from jax_muon.matrices.matrices import (
     ADAMW,
@@ -40,6 +41,7 @@ def find_matrices(
     rules: Rules = None,
     splits: Splits | None = None,
     joins: Joins | None = None,
+    heads: Literal["joined", "apart"] = "joined",
     strict: bool = True,
 ) -> Matrices:
     """Find out which parameters are matrices, and along which axes.
@@ -77,6 +79,10 @@ def find_matrices(
         {"blocks/{i}/attn/q": 2}; a pattern without it joins along the scanned axis. Of
         two joins of one matrix the first counts. An integer K joins queries, keys and
         values (separately) across K consecutive layers of one shape.
+      heads: "apart" makes each attention head of a query, key or value, also of a fused
+        kernel and of the up-projections of latents, a matrix of its own. The loss shows
+        the heads. Output projections stay whole, and so do parameters that a pattern of
+        `splits` matches.
       strict: False warns once about ambiguous parameters and gives them the label
         "adamw".
 
@@ -87,7 +93,8 @@ def find_matrices(
       ValueError: one error with a line for each kind of parameters that neither the
         function nor a rule decides, and the rules that do; a function whose result
         depends on no parameter; with the path, rules at paths that no parameter has,
-        and dimension numbers that do not fit; joins that join nothing.
+        and dimension numbers that do not fit; joins that join nothing; with "apart",
+        queries without heads, or `joins`.
 
     Examples:
       >>> def loss(params, tokens):
@@ -139,7 +146,14 @@ def find_matrices(
             raise ValueError(text)
         warnings.warn(f"{text}\nThey get the label {ADAMW!r}", stacklevel=2)
         ruled |= {x.path: dataclasses.replace(x, label=ADAMW) for x in doubtful}
-    return with_joins(Matrices(ruled, dict(splits or {})), joins)
+    splits = dict(splits or {})
+    checks.choice("heads", heads, ("joined", "apart"))
+    if heads == "apart":
+        if joins is not None:
+            checks.refuse("joins", joins, "None with heads='apart'")
+        ruled, of_heads = heads_apart(ruled, splits)
+        splits |= of_heads
+    return with_joins(Matrices(ruled, splits), joins)
 
 
 def reader(matrices: Reader) -> Callable[[Any], Matrices]:

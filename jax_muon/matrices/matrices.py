@@ -76,6 +76,8 @@ class Parameter:
       axes: which of its axes are batch, in and out; None if it is not a matrix.
       doubt: why it cannot be read as a matrix, or is ambiguous; None if neither.
       scanned: the axes that a scan takes one element at a time, such as layers.
+      heads: of a query, key or value: (axis, width, number of heads) of its outputs, or
+        of each part of them in their order.
     """
 
     path: str
@@ -87,6 +89,7 @@ class Parameter:
     axes: MatrixAxes | None
     doubt: str | None = None
     scanned: tuple[int, ...] = ()
+    heads: tuple[tuple[int, int, int], ...] = ()
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether an array is this parameter, or some of its scanned layers."""

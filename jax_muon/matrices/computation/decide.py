@@ -46,7 +46,8 @@ def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
     scanned = {x for x in trace.scanned[path] if axes is None or x in axes.batch}
     doubt = reason if label == MUON and axes is None else None
     by = path, shape, leaf.dtype, label, role, reason, axes, doubt
-    return Parameter(*by, scanned=tuple(sorted(scanned)))
+    heads = _heads(shape, axes, uses) if axes and label == MUON else ()
+    return Parameter(*by, scanned=tuple(sorted(scanned)), heads=heads)
 
 
 def doubted(x: Parameter, trace: Trace) -> Parameter:
@@ -212,17 +213,9 @@ def _stacked(path: str, role: str, axes: MatrixAxes | None) -> str:
 
 def _split(path: str, role: str, shape: Sequence[int], uses: Iterable[Use]) -> str:
     """What to say of a kernel whose outputs are split, or ""."""
-    sliced = [(use, *x) for use in uses for x in use.slices.items()]
-    for use, axis, slices in sliced if role == "fused" else ():
-        # Slices of a slice count from its start, so another one contains them.
-        parts = [
-            (start, stop)
-            for start, stop in sorted(slices)
-            if not any(a <= start and stop <= b for a, b in slices - {(start, stop)})
-        ]
-        starts, stops = zip(*parts, strict=True)
-        if (*starts, shape[axis]) == (0, *stops) and use.sides.get(axis) == {OUT}:
-            widths = [stop - start for start, stop in parts]
+    sliced = [(use, axis) for use in uses for axis in use.slices]
+    for use, axis in sliced if role == "fused" else ():
+        if widths := _widths(use, axis, shape[axis]):
             split: Any = {f"part_{i}": width for i, width in enumerate(widths)}
             split = split if len({*widths}) > 1 else (*split,)
             last = "" if axis == len(shape) - 1 else f", axis={axis}"
@@ -230,6 +223,39 @@ def _split(path: str, role: str, shape: Sequence[int], uses: Iterable[Use]) -> s
             text = f"splits={{{pattern!r}: Split({split}{last})}}"
             return f"; its outputs are split: {text}"
     return ""
+
+
+def _widths(use: Use, axis: int, size: int) -> list[int]:
+    """The widths of slices that outputs are cut into, in their order, if they are."""
+    slices = use.slices.get(axis, set())
+    # Slices of a slice count from its start, so another one contains them.
+    parts = [
+        (start, stop)
+        for start, stop in sorted(slices)
+        if not any(a <= start and stop <= b for a, b in slices - {(start, stop)})
+    ]
+    starts, stops = zip(*parts, strict=True) if parts else ((), ())
+    is_all = (*starts, size) == (0, *stops) and use.sides.get(axis) == {OUT}
+    return [stop - start for start, stop in parts] if is_all else []
+
+
+def _heads(
+    shape: Sequence[int], axes: MatrixAxes, uses: Sequence[Use]
+) -> tuple[tuple[int, int, int], ...]:
+    """`Parameter.heads`: the heads of each slice of its outputs.
+
+    A fused kernel (768, 1280) of 12, 4 and 4 heads of 64 has (1, 768, 12), (1, 256, 4)
+    and (1, 256, 4): heads of one stride fill the whole width of a slice.
+    """
+    uses = [use for use in uses if use.role and use.role != "table"]
+    heads = []
+    for axis in axes.output if uses else ():
+        every = [x for use in uses for x in use.heads if x.axis == axis]
+        sliced = [_widths(use, axis, shape[axis]) for use in uses]
+        for width in next(filter(None, sliced), [shape[axis]]):
+            fitting = [x.number for x in every if x.number * x.stride == width]
+            heads.append((axis, width, max(fitting, default=1)))
+    return tuple(heads)
 
 
 def _matrix_axes(shape: Sequence[int], use: Use, trace: Trace) -> MatrixAxes | str:

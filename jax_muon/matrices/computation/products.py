@@ -25,6 +25,7 @@ from jax_muon.matrices.computation.values import (
     OUT,
     AxisPart,
     AxisParts,
+    Heads,
     Results,
     Scores,
     Sides,
@@ -276,6 +277,8 @@ def _of_activations(trace: Trace, product: Product) -> Value:
                 elif value.is_exponential and len(inside[x]) == 1 and not is_transposed:
                     _attend(trace, x, min(inside[x]), value, contract[i], other.outputs)
                 continue
+            if other.outputs and not is_transposed:
+                x.heads |= _heads(x, parts, product, i)
             if not other.outputs:
                 x.separate_members(axes_in(parts, product.batch[i]))
             if other.are_gates:
@@ -296,6 +299,26 @@ def _of_activations(trace: Trace, product: Product) -> Value:
     if left and right:
         result.results |= _scores(product, Scores((left, right)))
     return result
+
+
+def _heads(use: Use, parts: AxisParts, product: Product, i: int) -> set[Heads]:
+    """The heads of a use's outputs, if this product is one of an attention.
+
+    Scores are q (batch, time, 12, 64) by k, over 64: what is left of the outputs is
+    heads, also in groups that share a key, (batch, time, 4, 3, 64). Weights by v
+    (batch, time, 12, 64) are over time: heads are the batch.
+    """
+    is_out = {axis for axis, sides in use.sides.items() if sides == {OUT}}
+    is_scores = bool(axes_in(parts, product.contract[i]) & is_out)
+    places = [*product.batch[i], *(product.free[i] if is_scores else ())]
+    of_axis: dict[int, list[AxisPart]] = {}
+    for x in [x for place in places for x in parts[place]]:
+        if x.axis in is_out:
+            of_axis.setdefault(x.axis, []).append(x)
+    return {
+        Heads(axis, math.prod(x.size for x in of), min(x.stride for x in of))
+        for axis, of in of_axis.items()
+    }
 
 
 def _scores(product: Product, scores: Scores) -> Results:

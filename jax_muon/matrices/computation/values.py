@@ -122,6 +122,14 @@ def merged(a: Sides, b: Sides) -> Sides:
     return a | {axis: a.get(axis, frozenset()) | sides for axis, sides in b.items()}
 
 
+class Heads(NamedTuple):
+    """Attention heads along an axis of a leaf: `number`, `stride` elements apart."""
+
+    axis: int
+    number: int
+    stride: int
+
+
 @dataclass(eq=False)
 class Use:
     """One use of a leaf by one operation."""
@@ -139,6 +147,7 @@ class Use:
     takers: set["Use | None"] = field(default_factory=set)
     role: str = ""  # in attention: query, key or value; "fused" for several
     slices: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # of outputs
+    heads: set[Heads] = field(default_factory=set)  # that an attention makes of outputs
     glu: bool = False  # they are multiplied by each other
     inputs: set["Use"] = field(default_factory=set)  # whose results it is multiplied by
     scales: bool = False  # its result, as of a power iteration, scales its own leaf
