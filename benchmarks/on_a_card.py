@@ -49,6 +49,7 @@ from benchmarks.step import (
     running,
 )
 from jax_muon.polar.coefficients import polar_express_coefficients
+from jax_muon.polar.products import outer
 
 GRACE = 10.0  # seconds after which a process that has no time left is ended
 NVIDIA_SMI = (
@@ -142,18 +143,59 @@ def both(model: str, name: str, dtype: str) -> Found:
 
 
 def factors(record: Record, args: Any) -> None:
-    """Polar factors, with kernels and without, of even and odd shapes."""
-    large = ((3, 768, 3072), (2, 3072, 768), (2, 1000, 1400), (1, 2048, 2048))
+    """Each kernel alone, then polar factors, with kernels and without."""
+    large = ((2, 768, 3072), (2, 3072, 768), (2, 1000, 1400), (1, 2048, 2048))
     for shape in ((2, 16, 48),) if args.tiny else large:
+        for name, function in products().items():
+            record.measure(f"{name} {shape}", product, name, shape, function)
         for dtype, kernels in (
             ("bfloat16", True),
             ("bfloat16", False),
             ("float32", None),
         ):
             contender = Contender("nanochat", dtype=dtype, kernels=kernels)
-            record.measure(
-                f"polar factor {shape}, {contender}", factor, shape, contender
-            )
+            what = f"polar factor {shape}, {contender}"
+            record.measure(what, factor, shape, contender)
+
+
+QUINTIC = 3.5, -2.5, 0.5  # any; it is an operand of the kernel
+
+
+def products() -> dict[str, Callable[[jax.Array], jax.Array]]:
+    """The kernels for symmetric products of bfloat16 matrices, by name."""
+    from jax_muon.polar.hopper.products import HopperProducts
+
+    wide, tall = HopperProducts(), HopperProducts(tall=True)
+    return {
+        "gram": wide.gram,
+        "gram, tall": lambda x: tall.gram(x.mT),
+        "polynomial": lambda r: wide.polynomial(r, QUINTIC),
+    }
+
+
+def product(name: str, shape: tuple[int, ...], kernel: Callable[..., Any]) -> Found:
+    """The largest error of a product in units of what rounding allows.
+
+    Sums of n terms in float32, in any order and cut off instead of rounded, are off by
+    n 2^-23 times the sum of magnitudes; the reference, in float32, too.
+    """
+    if not on_a_gpu():
+        raise ImportError("kernels need a GPU; their tests interpret them")
+    x = jax.random.normal(jax.random.key(0), shape) / shape[-1] ** 0.5
+    x = (outer(x, x) if name == "polynomial" else x).astype(jnp.bfloat16)
+    found = jax.jit(kernel)(x)
+    wide = x.astype(jnp.float32)
+    exact, magnitudes = outer(wide, wide), outer(jnp.abs(wide), jnp.abs(wide))
+    if name == "polynomial":
+        (a, b, c), unit = QUINTIC, jnp.eye(shape[1])
+        exact = a * unit + b * wide + c * exact
+        magnitudes = a * unit + abs(b) * jnp.abs(wide) + c * magnitudes
+    info = jnp.finfo(found.dtype)
+    allowed = 2 * (x.shape[-1] + 3) * 2.0**-23 * magnitudes + float(info.tiny)
+    allowed += float(info.eps) * jnp.abs(exact)
+    error = float(jnp.max(jnp.abs(found.astype(jnp.float32) - exact) / allowed))
+    symmetric = bool(jnp.array_equal(found, found.mT))
+    return {"ok": error <= 1 and symmetric, "error": error, "symmetric": symmetric}
 
 
 def factor(shape: tuple[int, ...], contender: Contender) -> Found:

@@ -224,6 +224,21 @@ def test_what_was_right_on_a_gpu():
     assert all(x.get("ok", True) and not x.get("code", 0) for x in rows)
 
 
+def test_bytes_that_a_step_moves():
+    rows = [x for x in results("traffic.json") if x["kernels"] == "on"]
+    small, large = (
+        next(x for x in rows if (x["model"], x["layout"]) == (model, "scanned"))
+        for model in ("gpt2-124m", "gpt-1.3b")
+    )
+    page = " ".join((ROOT / "docs" / "speed.md").read_text().split())
+    for key, before, between in (
+        ("outside_products", "moves ", " GB outside products for GPT-2 124M and "),
+        ("least", "The least possible is ", " and "),
+    ):
+        digits = f"{small[key] / 1e9:.2f}{between}{large[key] / 1e9:.1f}"
+        assert before + digits in page
+
+
 def test_memory_of_compiled_steps():
     """Peaks in GB by number of GPUs, and in bytes a parameter by optimizer."""
     rows = results("memory.json")

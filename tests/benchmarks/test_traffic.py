@@ -93,7 +93,7 @@ def test_bytes_by_hand():
 
 @needs_gpu_compiler
 def test_a_step_moves_what_it_must(tmp_path):
-    """GPT-2 124M: outside of products 4.37 GB at least, and twice that at most.
+    """GPT-2 124M: outside of products 4.37 GB at least, and 8 % more at most.
 
     In a process of its own, since JAX cannot read such a program back from a cache.
     """
@@ -103,7 +103,7 @@ def test_a_step_moves_what_it_must(tmp_path):
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     (row,) = json.loads(path.read_text())
     assert row["least"] == 26 * 12 * 12 * 768**2 + 28 * 2 * 50304 * 768
-    assert 0.99 * row["least"] < row["outside_products"] < 2 * row["least"]
-    assert row["bytes"]["products"] > 0
+    assert 0.99 * row["least"] < row["outside_products"] < 1.08 * row["least"]
+    assert row["bytes"]["kernels"] > 0
     assert f"| {row['outside_products'] / 1e9:.3f} | 4.372 |" in printed
     assert "1.082 GB  x1   passes" in printed
