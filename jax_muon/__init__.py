@@ -16,6 +16,7 @@ from jax_muon.mesh.xla_options import gpu_options
 from jax_muon.partition import partition
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.recipes import moonlight, muon, muonh, nanochat, normuon, teon
+from jax_muon.schedules import nanochat_momentum, nanochat_weight_decay
 from jax_muon.tools.describe import describe
 from jax_muon.tools.verify import verify
 from jax_muon.transforms.adamw import adamw
@@ -59,6 +60,8 @@ __all__ = [
     "muon",
     "muonh",
     "nanochat",
+    "nanochat_momentum",
+    "nanochat_weight_decay",
     "nesterov",
     "normalize_frobenius",
     "normuon",

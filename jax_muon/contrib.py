@@ -211,11 +211,10 @@ def _injected(
             )
         tall = x.shape[-2] > x.shape[-1]
         x = x.mT if tall else x
-        # The sum of squares of X is the trace of X X^T, that of its s^4 the squares.
-        gram = dtypes.wide(x @ x.mT)
-        power = gram * gram if norm == "schatten4" else gram * jnp.eye(gram.shape[-1])
-        size = jnp.sum(power, axis=(-2, -1), keepdims=True)
-        size = size ** (0.25 if norm == "schatten4" else 0.5)
+        fourth = norm == "schatten4"  # the sum of s^4 is that of squares of X X^T
+        squares = dtypes.wide(x @ x.mT if fourth else x) ** 2
+        size = jnp.sum(squares, axis=(-2, -1), keepdims=True)
+        size = size ** (0.25 if fourth else 0.5)
         x = x / (size + eps).astype(x.dtype)
 
         def quintic(i: Array, x: Array) -> Array:

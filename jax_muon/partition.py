@@ -45,7 +45,6 @@ def partition(
         "adamw".
       ValueError: at init and update, a label has no group, or a group of matrices has
         a parameter that is none; the message has its path.
-      ValueError: the parameters are one flat vector.
       ValueError: gradients or state have other shapes than the parameters.
       ValueError: raised by `find_matrices`.
       KeyError: a parameter that was not read.
@@ -71,7 +70,6 @@ def partition(
     read_tree = reader(matrices)
 
     def build(tree: Any, at_init: bool = False) -> Any:
-        checks.no_vector(tree)
         whole = read_tree(tree)
         labelled = _of_tree(whole, tree)
         _check_groups(labelled, groups)
@@ -79,7 +77,7 @@ def partition(
         if at_init and labels == {ADAMW} and MUON in groups:
             warnings.warn(
                 f"no parameter is a matrix: all have the label {ADAMW!r}, and get the "
-                "optimizer that is adamw= of a recipe",
+                f"optimizer that is adamw= of a recipe{checks.of_vector(tree)}",
                 stacklevel=2,
             )
         unused = groups.keys() - labels - {MUON, ADAMW}

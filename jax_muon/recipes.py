@@ -22,6 +22,7 @@ from jax_muon.matrices.matrices import ADAMW, MUON, Matrices
 from jax_muon.partition import Group, partition
 from jax_muon.polar import coefficients
 from jax_muon.polar.factors import NewtonSchulz
+from jax_muon.schedules import VERSIONS
 from jax_muon.transforms.hyperball import hyperball
 from jax_muon.transforms.momentum import nesterov as scale_by_momentum
 from jax_muon.transforms.orthogonalize import Polar, orthogonalize
@@ -114,7 +115,7 @@ def nanochat(
       https://github.com/karpathy/nanochat; Polar Express arXiv 2505.16932; NorMuon
       arXiv 2510.05491; MuonEq arXiv 2603.28254; Muon+ arXiv 2602.21545.
     """
-    checks.choice("version", version, ("2026-01", "2026-03", "2026-07"))
+    checks.choice("version", version, VERSIONS)
     first, last = version == "2026-01", version == "2026-07"
     decay = (0.95 if first else 0.9) if beta2 is None else beta2
     settings = {"norm_factor": 1.02 if first else 1.01, "eps": 1e-6}

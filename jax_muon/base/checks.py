@@ -163,14 +163,11 @@ def gradients(updates: Any, params: Any) -> None:
         alike("gradient", updates, "parameter", params)
 
 
-def no_vector(tree: Any) -> None:
-    """Parameters must not be one flat vector, in which nothing is a matrix."""
-    shape = getattr(tree, "shape", None)
-    if shape is not None and len(shape) == 1:
-        raise ValueError(
-            f"the parameters are one vector of shape {shape}, as optax.flatten and "
-            "ravel_pytree make; expected their tree: unflatten before the optimizer"
-        )
+def of_vector(tree: Any) -> str:
+    """What to write if the parameters are one flat vector, which has no matrices."""
+    if len(getattr(tree, "shape", ())) != 1:
+        return ""
+    return "; one vector, as optax.flatten makes: unflatten before the optimizer"
 
 
 def state(restored: Any, like: Any) -> None:

@@ -174,6 +174,11 @@ class Matrices(Mapping[str, Parameter]):
                 f"parameter {path!r} was not read; there are "
                 + (", ".join(self.parameters) or "none")
                 + "; expected the tree that `matrices` was read from"
+                + (
+                    ""
+                    if path
+                    else ", and no flat vector: unflatten before the optimizer"
+                )
             )
         return self.parameters[path]
 
@@ -237,7 +242,6 @@ def of_tree(matrices: Any, tree: Any) -> Matrices:
 
     Raises a ValueError for a reading that splits parameters, which `partition` does.
     """
-    checks.no_vector(tree)
     if trees.is_function(matrices):
         matrices = read_by(matrices, tree)
     if matrices is not None:
@@ -259,7 +263,7 @@ def of_tree(matrices: Any, tree: Any) -> Matrices:
                 f"parameter {path!r} of shape {shape}: without `matrices` a piece "
                 "treats every leaf as one matrix (in, out); expected "
                 f"matrices={_READ}, or the piece within jax_muon.partition, which "
-                "gives other parameters to another optimizer"
+                f"gives other parameters to another optimizer{checks.of_vector(tree)}"
             )
         one_matrix = MatrixAxes((), (0,), (1,))
         matched[path] = Parameter(path, shape, dtype, MUON, "kernel", "", one_matrix)

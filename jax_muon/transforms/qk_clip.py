@@ -260,8 +260,8 @@ def max_attention_logits(
     q: Float[Array, "batch time heads d"],
     k: Float[Array, "batch key_time key_heads d"],
     *,
+    causal: bool,
     scale: float | None = None,
-    causal: bool = True,
     block_size: int = 128,
 ) -> Float[Array, " heads"]:
     """Largest attention logit of every head, for `clip_qk`, in blocks.
@@ -272,8 +272,9 @@ def max_attention_logits(
     Args:
       q: queries, as they meet the keys: after rotary positions.
       k: keys. With fewer heads than `q`, consecutive query heads share one.
+      causal: True if a query sees no later keys, as in a decoder; time and key_time
+        are then equal. False for encoders and cross-attention.
       scale: factor of the logits; None for d^-0.5.
-      causal: whether a query sees no later keys; time and key_time are then equal.
       block_size: of queries and of keys.
 
     Returns:
@@ -281,7 +282,7 @@ def max_attention_logits(
 
     Examples:
       >>> q = jnp.ones((1, 5, 2, 4))  # batch, time, heads, head_dim
-      >>> jm.max_attention_logits(q, 3.0 * q).tolist()
+      >>> jm.max_attention_logits(q, 3.0 * q, causal=True).tolist()
       [6.0, 6.0]
     """
     checks.count("block_size", block_size)

@@ -140,8 +140,10 @@ WRONG |= {  # at init,
     "{'*': 'muon'}; expected jax_muon.find_matrices(params, loss_fn, batch), or fi": (
         lambda: init(jm.orthogonalize(matrices={"*": "muon"}), MATRIX)
     ),
-    "one vector of shape (50,), as optax.flatten": lambda: init(optax.flatten(muon())),
-    "one vector of shape (24,), as optax.flatten": lambda: init(
+    "and no flat vector: unflatten before the optimizer": lambda: init(
+        optax.flatten(muon(matrices=known(MATRIX))), MATRIX
+    ),
+    "one vector, as optax.flatten makes: unflatten before": lambda: init(
         optax.flatten(jm.orthogonalize()), MATRIX
     ),
     "rules: '0' matches no parameter": lambda: init(read_as(["frozen"])),

@@ -202,6 +202,68 @@ def test_auxiliary_outputs(microbatches, kind):
     assert found == alike
 
 
+WIDTH, CLASSES = 24, 8
+
+
+def net(params, x, normed=lambda y: y):
+    return jnp.tanh(normed(x @ params["up"])) @ params["head"]
+
+
+def dropping(params, batch):
+    x, labels, keys = batch
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, x.shape[1:]))(keys)
+    return jnp.mean((net(params, jnp.where(keep, 2 * x, 0))[:, 0] - labels) ** 2), {}
+
+
+def weighing(params, batch, weights, teacher):
+    x, labels = batch
+    apart = optax.squared_error(net(params, x), net(teacher, x))
+    log = jax.nn.log_softmax(net(params, x))
+    own = jnp.take_along_axis(log, labels[:, None], 1)[:, 0]
+    return jnp.mean(apart) - jnp.mean(own * weights[labels]), {}
+
+
+def normalizing(params, batch, stats, axes=("data",)):
+    """Batch normalization over all devices, as Flax's with `axis_name`."""
+    x, labels = batch
+    seen = {}
+
+    def normed(y):
+        mean, square = (jax.lax.pmean(jnp.mean(z, 0), axes) for z in (y, y * y))
+        seen.update(mean=0.9 * stats["mean"] + 0.1 * mean)
+        return (y - mean) / jnp.sqrt(square - mean**2 + 1e-5)
+
+    return jnp.mean((net(params, x, normed)[:, 0] - labels) ** 2), seen
+
+
+@pytest.mark.parametrize("loss", [dropping, weighing, normalizing])
+@pytest.mark.parametrize(("shape", "kind"), [((4,), AUTO), ((8,), EXPLICIT)])
+def test_what_a_loss_needs_besides_samples(loss, shape, kind, rng, x64):
+    """Keys of samples, and what is everywhere; a reading binds the names of axes."""
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape))  # noqa: E731
+    params = {"up": draw(8, WIDTH), "head": draw(WIDTH, CLASSES)}
+    batch, others = (draw(16, 8), jnp.asarray(rng.integers(0, CLASSES, 16))), ()
+    if loss is dropping:
+        batch = *batch, jax.random.split(jax.random.key(0), 16)
+    if loss is weighing:
+        others = jnp.linspace(0.5, 2, CLASSES), jax.tree.map(jnp.cos, params)
+    if loss is normalizing:
+        others = ({"mean": draw(WIDTH)},)
+    matrices = jm.find_matrices(params, loss, batch, *others)
+    assert [matrices[name].role for name in params] == ["kernel", "head"]
+    alone = functools.partial(loss, axes=()) if loss is normalizing else loss
+    gradient = jax.jit(jax.value_and_grad(alone, has_aux=True))
+    (value, aux), expected = gradient(params, batch, *others)
+    tx = jm.on_mesh(optax.sgd(1.0), mesh_of(*shape, kind=kind), divide="data")
+    step = jm.make_train_step(loss, tx, has_aux=True, donate=False)
+    placed, state = step.init(params)
+    after, _, metrics = step(placed, state, batch, *others)
+    found = jax.tree.map(lambda p, q: np.asarray(p) - np.asarray(q), params, after)
+    for one, other in ((found, expected), (metrics, {"loss": value, "aux": aux})):
+        chex.assert_trees_all_close(one, other, rtol=0, atol=1e-14)
+    assert step._jitted._cache_size() == 1
+
+
 def test_integers_among_the_parameters_stay_as_they_are():
     """AdamW's decay would move them."""
     params = {"w": jnp.eye(8, 16), "count": jnp.asarray(3), "mask": jnp.eye(8) > 0}
@@ -417,10 +479,11 @@ def test_clip_qk(kernel, bias, apart):
 def test_max_attention_logits(kind):
     mesh = mesh_of(4, 2, names=("a", "b"), kind=kind)
     q, k = trees.normal([(4, 12, heads, 5) for heads in (8, 4)])
-    expected = jm.max_attention_logits(q, k, block_size=5)
+    measure = functools.partial(jm.max_attention_logits, causal=True)
+    expected = measure(q, k, block_size=5)
     sharding = NamedSharding(mesh, P("a", None, "b"))
     with jax.set_mesh(mesh):
-        got = jax.jit(jm.max_attention_logits, static_argnames="block_size")(
+        got = jax.jit(measure, static_argnames="block_size")(
             *jax.device_put((q, k), sharding), block_size=5
         )
     np.testing.assert_allclose(got, expected, rtol=1e-6)

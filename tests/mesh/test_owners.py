@@ -1,5 +1,7 @@
 """Divided matrices are computed once each, by even shares, and nothing is gathered."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from optax.contrib import MuonDimensionNumbers
 import jax_muon as jm
 from benchmarks.schedule.hlo import Module
 from benchmarks.schedule.jaxpr import collectives
-from jax_muon.mesh import owners
+from jax_muon.mesh import hardware, owners
 from jax_muon.mesh.owners import pools_of, with_owners
 from tests.matrices import reader, toy
 from tests.mesh.case import (
@@ -275,3 +277,48 @@ def test_the_planner_shares_where_that_takes_less_time(sizes, gpus, team, most):
     assert {pool.team for pool in pools} == {team}
     busiest = sum(pool.load(sizes) for pool in pools).max()
     assert busiest <= most
+
+
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [({}, 0), ({"devices_per_host": 4}, 51e6), ({"devices_per_host": 16}, 0)],
+)
+def test_teams_are_the_devices_of_a_host(given, most):
+    """Three (8192, 8192) under FSDP on 16 devices, which the planner shares.
+
+    A plan for hosts of eight would send 2,047 MB between hosts of four.
+    """
+    shapes = {k: jax.ShapeDtypeStruct((8192, 8192), "bfloat16") for k in "abc"}
+    where = at(described(16), P("data"))
+    found = jm.describe(jm.on_mesh(jm.orthogonalize(), where, **given), shapes)
+    per_host = given.get("devices_per_host", 8)
+    assert {pool.team for pool in found.pools} == {per_host}
+    between = found.bytes_between_hosts["orthogonalize"]
+    assert 0 <= between <= max(most, 51e6)
+    assert (between > 0) == (per_host < 16)
+
+
+def described(count, slices=None):
+    """A mesh of devices that are not there, in slices of this many."""
+    fields = ("platform", "id", "process_index", "device_kind", "slice_index")
+    device = dataclasses.make_dataclass("Device", fields, frozen=True)
+    rows = [
+        device("cpu", i, i, "", None if slices is None else slices[i])
+        for i in range(count)
+    ]
+    return jax.sharding.Mesh(np.array(rows), ("data",))
+
+
+@pytest.mark.parametrize(
+    ("slices", "number"),
+    [
+        (None, 8),
+        ([0] * 16, 8),  # one slice shows nothing
+        ([i // 4 for i in range(16)], 4),
+        ([i % 4 for i in range(16)], 8),  # no neighbours
+        ([0] * 12 + [1] * 4, 8),
+    ],
+)
+def test_devices_per_host_are_those_of_a_slice(slices, number):
+    """Not those of a process: here each has one."""
+    assert hardware.devices_per_host(described(16, slices)) == number

@@ -144,3 +144,16 @@ def test_a_trace_asks_no_tracer_for_its_sharding(monkeypatch):
 
     jax.eval_shape(step, {"w": jnp.ones((64, 64)), "b": jnp.ones(64)})
     assert not [name for name in asked if name.startswith("jax_muon")]
+
+
+def test_a_call_of_a_step_builds_no_paths(monkeypatch):
+    """With 436 arrays they took 2.0 ms, and the jitted call 1.2."""
+    params, _ = case.draw("mixed")
+    step, batch = make_step(), case.batches(1)[0]
+    params, state, _ = step(*step.init(params), batch)
+    built = []
+    monkeypatch.setattr(
+        jax.tree_util, "keystr", lambda *args, **given: built.append(args) or "path"
+    )
+    step(params, state, batch)
+    assert not built

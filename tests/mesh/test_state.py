@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_muon as jm
 from jax_muon.transforms.keep_residual import _whole
@@ -103,6 +104,30 @@ def test_a_run_travels():
         params, state, more = case.run(step, params, state, batches)
         values += more
     case.assert_same(params, values, expected)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_memory_kinds(kind):
+    """Updates go where the parameters are, and state where it came from."""
+    mesh = mesh_of(8, kind=kind)
+    params = {"up": jnp.ones((16, 64)), "b": jnp.ones((16,))}
+    spec = NamedSharding(mesh, PartitionSpec("data"), memory_kind="pinned_host")
+    placed = jax.device_put(params, spec)
+    tx = jm.on_mesh(optax.trace(0.9), spec)
+    there = jax.tree.map(lambda x: x.sharding, tx.abstract_state(params))
+    assert {x.memory_kind for x in jax.tree.leaves(there)} == {None}
+    host = jax.tree.map(lambda x: x.with_memory_kind("pinned_host"), there)
+    with jax.set_mesh(mesh):
+        for places, expected in ((there, "device"), (host, "pinned_host")):
+            state = jax.device_put(tx.init(placed), places)
+            for _ in range(2):
+                updates, state = jax.jit(tx.update)(placed, state, placed)
+            for x in jax.tree.leaves(updates):
+                assert x.sharding.is_equivalent_to(spec, x.ndim)
+                assert x.sharding.memory_kind == "pinned_host"
+            found = {x.sharding.memory_kind for x in jax.tree.leaves(state)}
+            assert found == {expected}
+            np.testing.assert_allclose(updates["up"], 1.9, rtol=1e-6)
 
 
 # --- keep_residual --------------------------------------------------------------------

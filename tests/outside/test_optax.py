@@ -10,10 +10,15 @@ import pytest
 from optax.contrib import MuonDimensionNumbers, _common_test, _muon_test
 
 import jax_muon as jm
+from jax_muon import contrib
 from tests.recipes import ON_SPHERES, RECIPES
 
 # optax's trees are mostly vectors.
-pytestmark = pytest.mark.filterwarnings("ignore:no parameter is a matrix")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:no parameter is a matrix"),
+    pytest.mark.filterwarnings("ignore:without muon_weight_dimension_numbers"),
+    pytest.mark.filterwarnings("ignore:the transform for 'adamw' keeps .* in float16"),
+]
 
 
 def methods(tests, words=""):
@@ -42,10 +47,6 @@ def by_rank(params):
     )
 
 
-def is_rule(x):
-    return x is None or isinstance(x, MuonDimensionNumbers)
-
-
 def factory(name):
     """The recipe as optax's Muon: matrices of two axes, no decay, one rate for all."""
     decay = {} if name in ON_SPHERES else {"weight_decay": 0.0}
@@ -63,13 +64,14 @@ def factory(name):
     return make
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, "contrib"])
 @pytest.mark.parametrize("case", CASES)
 def test_common(monkeypatch, recipe, case):
     words = given(_common_test.ContribTest, case)
     if recipe in ON_SPHERES and any(x in words for x in NOT_ON_SPHERES):
         pytest.skip("the norms of its matrices stay")
-    monkeypatch.setattr(_common_test.contrib, "muon", factory(recipe))
+    muon = contrib.muon if recipe == "contrib" else factory(recipe)
+    monkeypatch.setattr(_common_test.contrib, "muon", muon)
     _common_test.ContribTest(case).debug()  # which raises errors
 
 
@@ -83,37 +85,10 @@ NOT_OURS = {
 }
 
 
-def ours(
-    learning_rate,
-    *,
-    weight_decay=0.0,
-    preconditioning="frobenius",
-    muon_weight_dimension_numbers=None,
-):
-    """`jm.muon` with the arguments of optax's."""
-
-    def read(params):
-        rules = muon_weight_dimension_numbers or by_rank
-        rules = rules(params) if callable(rules) else rules
-        # A value for each parameter, since a flat prefix would be path patterns.
-        rules = jax.tree.broadcast(rules, params, is_leaf=is_rule)
-        return jm.find_matrices(params, rules=rules)
-
-    norm = {"frobenius": "frobenius", "schatten": "schatten4"}[preconditioning]
-    return jm.muon(
-        learning_rate,
-        weight_decay=weight_decay,
-        bias_correction=True,
-        polar=jm.NewtonSchulz(norm=norm, eps=1e-8, dtype="float32"),
-        adamw=optax.adamw(learning_rate, weight_decay=0.0, nesterov=True),
-        matrices=read,
-    )
-
-
 @pytest.mark.parametrize("case", methods(_muon_test.MuonTest))
 def test_muon(monkeypatch, case):
     for words, reason in NOT_OURS.items():
         if words in case:
             pytest.skip(reason)
-    monkeypatch.setattr(_muon_test._muon, "muon", ours)
+    monkeypatch.setattr(_muon_test._muon, "muon", contrib.muon)
     _muon_test.MuonTest(case).debug()

@@ -170,7 +170,7 @@ def test_blocks_have_the_maximum_of_all_logits(rng, heads, block_size, dtype):
     q, k = (jnp.asarray(rng.normal(size=(2, 13, h, 4)), dtype) for h in heads)
     measure = functools.partial(jm.max_attention_logits, block_size=block_size)
     for queries, options, scale, seen in (
-        (q, {}, 0.5, np.tri(13, dtype=bool)),
+        (q, {"causal": True}, 0.5, np.tri(13, dtype=bool)),
         (q, {"causal": False, "scale": -2.0}, -2.0, True),
         # As many keys as one likes, where none is later than another.
         (q[:, :5], {"causal": False}, 0.5, True),
@@ -184,10 +184,21 @@ def test_blocks_have_the_maximum_of_all_logits(rng, heads, block_size, dtype):
         assert not any(jnp.any(g) for g in pull(result))
 
 
+def test_whether_later_keys_count_has_no_default():
+    """The logits of an encoder are larger than those of its causal half."""
+    q = k = S((1, 2, 1, 1)) * jnp.array([1.0, 5.0]).reshape(1, 2, 1, 1)
+    q = q[:, ::-1]
+    assert jm.max_attention_logits(q, k, causal=True) == 5.0
+    assert jm.max_attention_logits(q, k, causal=False) == 25.0
+    with pytest.raises(TypeError, match="'causal'"):
+        jm.max_attention_logits(q, k)
+
+
 def test_memory_is_that_of_a_block():
     batch, time, heads, d, block = 2, 2048, 4, 16, 128
     shape = jax.ShapeDtypeStruct((batch, time, heads, d), jnp.float32)
-    measure = jax.jit(functools.partial(jm.max_attention_logits, block_size=block))
+    given = {"causal": True, "block_size": block}
+    measure = jax.jit(functools.partial(jm.max_attention_logits, **given))
     used = measure.lower(shape, shape).compile().memory_analysis().temp_size_in_bytes
     all_logits = 4 * batch * heads * time**2  # 134 MB
     one_block = 4 * batch * heads * block**2  # 0.5 MB
@@ -212,7 +223,7 @@ def use(params, max_logits, query="attn/q", key="attn/k", grads=None):
 
 
 def measured(keys):
-    jm.max_attention_logits(S((2, 5, 4, 8)), S(keys))
+    jm.max_attention_logits(S((2, 5, 4, 8)), S(keys), causal=True)
 
 
 WRONG = {

@@ -1,0 +1,146 @@
+"""`jax_muon.contrib.muon` beside `optax.contrib.muon`.
+
+optax's own tests of its optimizer run on it in tests/outside/test_optax.py.
+"""
+
+import inspect
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers
+
+from jax_muon import contrib, on_mesh
+from tests import trees
+from tests.mesh.case import mesh_of
+
+SHAPES = {
+    **{"embed": (20, 12), "wide": (12, 32), "tall": (32, 12), "square": (16, 16)},
+    **{"stack": (3, 8, 12), "conv": (3, 3, 4, 8), "bias": (12,)},
+}
+NUMBERS = {
+    **{"embed": None, "wide": MuonDimensionNumbers(), "bias": None},
+    **{"tall": MuonDimensionNumbers(1, 0), "square": MuonDimensionNumbers()},
+    **{"stack": MuonDimensionNumbers(1, 2), "conv": MuonDimensionNumbers((0, 1, 2), 3)},
+}
+DECAYS = {name: name != "tall" for name in SHAPES}
+SETTINGS = {
+    "defaults": {},
+    "no nesterov": {"nesterov": False},
+    "three steps": {"ns_steps": 3},
+    "dion's coefficients": {"ns_coeffs": "dion"},
+    "consistent RMS": {"consistent_rms": 0.2},
+    "decay with a mask": {
+        **{"weight_decay": 0.1, "weight_decay_mask": DECAYS},
+        "adam_weight_decay": 0.01,
+    },
+    "Schatten-4 norm": {"preconditioning": "schatten"},
+    "dimension numbers, schedules": {
+        "learning_rate": optax.linear_schedule(0.05, 0.01, 20),
+        "muon_weight_dimension_numbers": lambda params: NUMBERS,
+        **{"adam_learning_rate": 0.01, "adam_b1": 0.8, "adam_b2": 0.95},
+        **{"eps": 1e-6, "beta": 0.9},
+    },
+}
+two_axes = pytest.mark.filterwarnings("ignore:without muon_weight_dimension_numbers")
+
+
+# Small, so that rounding of the parameters is that of what they travel.
+START = trees.normal(SHAPES, 0, "float32", 0.1)
+
+
+def end(tx, steps=20):
+    grads = [trees.normal(SHAPES, seed) for seed in range(1, steps + 1)]
+    return trees.run(tx, START, grads)[1]
+
+
+@two_axes
+@pytest.mark.parametrize("name", SETTINGS)
+def test_twenty_steps_are_those_of_optax(name):
+    """Elements agree to 2e-6 after moving by up to 0.4, in steps of 0.02.
+
+    The iteration raises rounding: optax in float32 is as far from itself in float64.
+    """
+    settings = {"learning_rate": 0.02} | SETTINGS[name]
+    if "preconditioning" in settings and "preconditioning" not in arguments(
+        optax.contrib.muon
+    ):
+        pytest.skip("optax has it since 0.2.8")
+    ours, theirs = (end(f(**settings)) for f in (contrib.muon, optax.contrib.muon))
+    chex.assert_trees_all_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+def arguments(function):
+    return {
+        name: (x.kind, x.default)
+        for name, x in inspect.signature(function).parameters.items()
+    }
+
+
+def test_the_signature_is_that_of_optax():
+    ours, theirs = arguments(contrib.muon), arguments(optax.contrib.muon)
+    assert {name: ours[name] for name in theirs} == theirs
+    assert [x for x in ours if x in theirs] == [*theirs]
+    if "preconditioning" in theirs:
+        assert [*ours] == [*theirs]
+
+
+@two_axes
+def test_every_number_may_be_injected():
+    """Where it becomes an array, one device takes it, and a mesh says what to name."""
+    settings = {"learning_rate": 0.02, "weight_decay": 0.1, "consistent_rms": 0.2}
+    inject = optax.inject_hyperparams
+    expected = end(contrib.muon(**settings), 3)
+    found = end(inject(contrib.muon)(**settings), 3)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+    mesh, params = mesh_of(4), trees.normal({"w": (16, 24)})
+    tx = on_mesh(inject(contrib.muon)(0.02), mesh, divide="data", min_size=1)
+    with pytest.raises(ValueError, match=re.escape('static_args=("ns_steps", "eps")')):
+        jax.eval_shape(tx.update, params, tx.init(params), params)
+    tx = inject(contrib.muon, static_args=("ns_steps", "eps"))(0.02)
+    expected, _ = tx.update(params, tx.init(params), params)
+    tx = on_mesh(tx, mesh, divide="data", min_size=1)
+    updates, _ = tx.update(params, tx.init(params), params)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_without_dimension_numbers_one_warning_lists_the_matrices():
+    params = trees.normal(SHAPES)
+    tx = contrib.muon(0.02)
+    listed = "embed, square, tall, wide. Embeddings and heads may be among them"
+    with pytest.warns(UserWarning, match=listed) as seen:
+        state = tx.init(params)
+    assert len(seen) == 1
+    tx.update(params, state, params)  # without a warning
+    contrib.muon(0.02, muon_weight_dimension_numbers=NUMBERS).init(params)
+
+
+MATRIX = {"w": jnp.ones((4, 6))}
+REFUSED = {
+    "preconditioning='aol'; expected 'frobenius' or 'schatten'": lambda: contrib.muon(
+        0.1, preconditioning="aol"
+    ),
+    "adaptive=True; expected False": lambda: contrib.muon(0.1, adaptive=True),
+    "ns_coeffs='jordan'; expected one of": lambda: contrib.muon(
+        0.1, ns_coeffs="jordan"
+    ),
+    "ns_steps=3; expected at least 5": lambda: contrib.muon(
+        0.1, "dion", ns_steps=3
+    ).init(MATRIX),
+    "'w' of shape (4, 6): with dtype complex64 it cannot be": lambda: contrib.muon(
+        0.1
+    ).init({"w": jnp.ones((4, 6), "complex64")}),
+    "the state is not one of this optimizer": lambda: contrib.muon(0.1).update(
+        MATRIX, optax.contrib.muon(0.1).init(MATRIX), MATRIX
+    ),
+}
+
+
+@two_axes
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        REFUSED[words]()

@@ -1,0 +1,163 @@
+"""Labels: from functions, in `optax.multi_transform`, and for masks of weight decay."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers
+
+import jax_muon as jm
+import jax_muon.types
+from tests import trees
+from tests.matrices import reader
+from tests.recipes import ON_SPHERES, RECIPES
+
+SHAPES = {"wte": (16, 6), "up": {"kernel": (6, 24), "bias": (24,)}, "down": (24, 6)}
+RULES = {"wte": "adamw", "*": "muon"}
+ADAMW = jm.adamw(1e-2)
+
+
+def steps(tx):
+    start, *grads = (trees.normal(SHAPES, seed) for seed in range(3))
+    return trees.run(tx, start, grads)[1]
+
+
+def chain(matrices):
+    return optax.chain(
+        jm.nesterov(0.95),
+        jm.orthogonalize(jm.NewtonSchulz(dtype="float32"), matrices=matrices),
+        jm.scale_by_shape("original", matrices=matrices),
+        optax.scale_by_learning_rate(0.02),
+    )
+
+
+def of_a_part(part):
+    """A function of what a piece sees, with MaskedNodes for all others."""
+    return jm.find_matrices(part, rules={"*": "muon"})
+
+
+# --- pieces in optax.multi_transform --------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["the whole reading", "a function of the part"])
+def test_pieces_in_multi_transform(by):
+    """The same as in `partition`, bit for bit."""
+    whole = jm.find_matrices(trees.normal(SHAPES), rules=RULES)
+    matrices = whole if by == "the whole reading" else of_a_part
+    tx = optax.multi_transform({"muon": chain(matrices), "adamw": ADAMW}, whole.labels)
+    expected = jm.partition({"muon": chain, "adamw": ADAMW}, whole)
+    chex.assert_trees_all_equal(steps(tx), steps(expected))
+
+
+def test_a_reading_with_splits_needs_partition():
+    splits = {"up/kernel": jm.Split(("a", "b"))}
+    whole = jm.find_matrices(trees.normal(SHAPES), rules=RULES, splits=splits)
+    tx = optax.multi_transform({"muon": chain(whole), "adamw": ADAMW}, whole.labels)
+    with pytest.raises(ValueError, match=r"splits up/kernel.*jax_muon\.partition"):
+        tx.init(trees.normal(SHAPES))
+
+
+# --- what matrices= takes -------------------------------------------------------------
+
+
+def by_rank(value):
+    """A function of the parameters that returns a tree, as optax takes it."""
+    return lambda params: {
+        "wte": None if isinstance(value, MuonDimensionNumbers) else "adamw",
+        "up": {"kernel": value, "bias": None},
+        "down": value,
+    }
+
+
+@pytest.mark.parametrize("value", ["muon", MuonDimensionNumbers()], ids=str)
+def test_functions_that_return_labels_or_dimension_numbers(value):
+    make = functools.partial(jm.muon, 0.02, adamw=ADAMW, dtype="float32")
+    found, expected = (steps(make(matrices=x)) for x in (by_rank(value), RULES))
+    chex.assert_trees_all_equal(found, expected)
+    by_rules = make(matrices=lambda params: RULES)
+    chex.assert_trees_all_equal(steps(by_rules), expected)
+
+
+def test_readings_can_be_hashed():
+    """Equal ones are equal static arguments."""
+    read = reader(RULES, splits={"up/kernel": jm.Split({"a": 8, "b": 16})})
+    one, two = (read(trees.normal(SHAPES, seed)) for seed in (0, 1))
+    assert one is not two and {one: 1}[two] == 1
+    other = reader(RULES)(trees.normal(SHAPES))
+    assert hash(other) != hash(one)
+    traced = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def count(matrices):
+        traced.append(matrices)
+        return len(matrices)
+
+    assert count(one) == count(two) == 4 and len(traced) == 1
+
+
+def test_types_that_are_returned():
+    matrices = jm.find_matrices(trees.normal(SHAPES), rules=RULES)
+    assert isinstance(matrices["down"], jax_muon.types.Parameter)
+    assert isinstance(matrices["down"].axes, jax_muon.types.MatrixAxes)
+    described = jm.describe(optax.sgd(0.1), trees.normal(SHAPES))
+    assert isinstance(described, jax_muon.types.Description)
+    step = jm.make_train_step(lambda *x: 0.0, optax.sgd(0.1), jax.make_mesh((1,), "x"))
+    assert isinstance(step, jax_muon.types.TrainStep)
+
+
+# --- masks of weight decay ------------------------------------------------------------
+
+MASKS = {
+    "a tree": {"wte": True, "up": {"kernel": False, "bias": True}, "down": True},
+    "a prefix": {"wte": True, "up": False, "down": True},
+    "a function": lambda params: jax.tree.map(lambda x: x.shape != (6, 24), params),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", [x for x in RECIPES if x not in {*ON_SPHERES, "teon"}])
+def test_masks_are_about_whole_parameters(name, mask):
+    """Parts of a kernel that is split follow its entry; others decay as without."""
+    splits = {"up/kernel": jm.Split(("a", "b")), "up/kernel/a": jm.Split.heads(2)}
+    read = reader(RULES, splits=splits)
+    make = functools.partial(RECIPES[name], matrices=read, polar=jnp.tanh)
+    decayed, still = (steps(make(weight_decay=x)) for x in (0.5, 0.0))
+    found = steps(make(weight_decay=0.5, weight_decay_mask=MASKS[mask]))
+    np.testing.assert_array_equal(found["up"]["kernel"], still["up"]["kernel"])
+    np.testing.assert_array_equal(found["down"], decayed["down"])
+    assert trees.distance(still["up"]["kernel"], decayed["up"]["kernel"]) > 1e-4
+    assert trees.distance(still["down"], decayed["down"]) > 1e-4
+
+
+# --- nanochat's schedules -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [1000, 3001])
+def test_schedules_are_those_of_nanochats_trainer(steps):
+    """Its functions, by hand, at every step."""
+    down = steps - round(0.65 * steps)
+    momentum = {
+        "2026-01": lambda t: 0.85 + 0.1 * min(t / 300, 1),
+        "2026-07": lambda t: (
+            0.85 + 0.12 * t / 400
+            if t < 400
+            else 0.97 - 0.07 * max(t - down, 0) / (steps - down)
+        ),
+    }
+    decay = {
+        "2026-01": lambda t: 0.2 * (1 - t / steps),
+        "2026-07": lambda t: 0.1 * (1 + np.cos(np.pi * t / steps)),
+    }
+    momentum["2026-03"], decay["2026-03"] = momentum["2026-07"], decay["2026-07"]
+    t = jnp.arange(steps)
+    for version in jm.schedules.VERSIONS:
+        for found, expected in (
+            (jm.nanochat_momentum(steps, version), momentum[version]),
+            (jm.nanochat_weight_decay(0.2, steps, version), decay[version]),
+        ):
+            by_hand = [expected(int(i)) for i in t]
+            np.testing.assert_allclose(jax.vmap(found)(t), by_hand, atol=1e-6)
