@@ -177,6 +177,16 @@ def spectral_norm_with_the_gradient_of_the_norm(p, ids, u):
     return with_attention(up_down)({**p, "up": p["up"] / norm}, ids), after
 
 
+@language_model(**UP_DOWN)
+def spectral_norm_with_its_vector_closed_over(x, p):
+    """Nothing but the matrix and a constant makes the number that scales it."""
+    v = lax.stop_gradient(jnp.ones((1, HIDDEN)) @ p["up"].T)
+    v = v / jnp.linalg.norm(v)
+    u = lax.stop_gradient(v @ p["up"])
+    norm = (v @ p["up"] @ (u / jnp.linalg.norm(u)).T)[0, 0]
+    return up_down(x, {**p, "up": p["up"] / norm})
+
+
 @between(
     **UP_DOWN,
     shared=Leaf("io", WIDTH, WIDTH),

@@ -402,7 +402,12 @@ def _scales(name: str, made: Sequence[Value], shape: Shape) -> list[Value]:
         if (name in ("mul", "div") and x not in whole) or (name in SUMS and x.noise)
     ]
     others = {leaf for x in made if x not in scales for leaf in x.leaves}
-    return [x for x in scales if others and not others & {*x.leaves}]
+    # w / norm(w, axis=0) and w / (v @ w @ u) scale their own leaf.
+    return [
+        x
+        for x in scales
+        if others and (not x.has_all(shape) or not others & {*x.leaves})
+    ]
 
 
 def _is_exponential(name: str, values: Sequence[Value]) -> bool:
