@@ -126,16 +126,15 @@ def measure(
     mesh = Mesh(h100s(gpus), ("data",))
     matrices = jm.find_matrices(params, loss, batch)
     tx = optimizers(matrices, params)[optimizer]
-    given: dict[str, Any] = {}
+    where: Any = mesh
     if gpus > 1:
-        specs = jm.divided_specs(params, mesh, matrices=matrices)
+        where = jm.fsdp(params, mesh, matrices)
 
         def scan(body: Any, x: Any, layers: Any, name: str) -> Any:
-            return jm.scan_layers(body, x, layers, mesh, specs[name])
+            return jm.scan_layers(body, x, layers)
 
         loss = functools.partial(loss, scan=scan)
-        given = {"specs": specs, "scanned": ["blocks"]}
-    step = jm.make_train_step(loss, tx, mesh, **given)
+    step = jm.make_train_step(loss, jm.on_mesh(tx, where, divide="data"))
     sharding = NamedSharding(mesh, P("data"))
     batch = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=sharding)
     args = step.abstract(params)

@@ -21,6 +21,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jax_muon as jm
+
 # Mesh axes: the batch is divided over all of them, and parameters over "fsdp". They are
 # Auto axes, so the model need not mention them.
 AXES = {
@@ -74,6 +76,11 @@ def connect(options: argparse.Namespace) -> Mesh:
             f"devices; expected a multiple of {count}"
         )
     return mesh
+
+
+def place(params: Any, mesh: Mesh, matrices: jm.Matrices) -> Any:
+    """Where the parameters are: for `jax_muon.on_mesh`."""
+    return jm.fsdp(params, mesh, matrices, "fsdp") if "fsdp" in mesh.shape else mesh
 
 
 def put(windows: np.ndarray, mesh: Mesh) -> jax.Array:

@@ -34,7 +34,7 @@ import runs
 from flax import nnx
 from gpt import GPT, generate
 from jax.sharding import Mesh
-from layouts import connect, gather, in_any, once, put, writes
+from layouts import connect, gather, in_any, once, place, put, writes
 from optimizers import RATES, best_rates, make_optimizer
 from options import LAYOUT, SETTINGS, check_same, parse, read_settings
 from text import Text, read_text
@@ -118,14 +118,11 @@ def train(
     loss, evaluate = make_losses(graph, clip is not None)
     validation = text.validation_batches(options.batch_size, options.context)
     matrices = jm.find_matrices(params, loss, validation[0])
-    tx = make_optimizer(optimizer, options.steps, matrices, qk_clip=clip, **rates)
+    recipe = make_optimizer(optimizer, options.steps, matrices, qk_clip=clip, **rates)
+    where = place(params, mesh, matrices)
+    tx = jm.on_mesh(recipe, where, divide=mesh.axis_names)
     train_step = jm.make_train_step(
-        loss,
-        tx,
-        mesh,
-        specs=jm.divided_specs(params, mesh, "fsdp") if "fsdp" in mesh.shape else None,
-        has_aux=True,
-        max_aux="max_logits" if clip else (),
+        loss, tx, has_aux=True, max_aux="max_logits" if clip else ()
     )
 
     checkpoints = runs.Checkpoints(folder / "checkpoints")
@@ -136,7 +133,7 @@ def train(
     if writes():
         _, aux = jax.eval_shape(loss, params, validation[0])
         aux = jax.tree.map(lambda x: jnp.zeros(x.shape), aux)  # for clip_qk
-        table = jm.describe(tx if mesh.size == 1 else train_step.tx, params, **aux)
+        table = jm.describe(recipe if mesh.size == 1 else tx, params, **aux)
         runs.write(folder / "parameters.txt", f"{table}\n")
     metrics = runs.Metrics(folder / "metrics.jsonl" if writes() else None, done)
 

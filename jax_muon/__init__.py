@@ -7,12 +7,11 @@ Examples in docstrings assume `import jax, optax`, `import jax.numpy as jnp` and
 from jax_muon.matrices.find import find_matrices
 from jax_muon.matrices.matrices import Matrices
 from jax_muon.matrices.splits import Split, with_splits
-from jax_muon.mesh.layout import divided_specs
-from jax_muon.mesh.on_mesh import abstract_state, on_mesh
+from jax_muon.mesh.layout import fsdp
+from jax_muon.mesh.on_mesh import on_mesh
 from jax_muon.mesh.scan_layers import scan_layers
 from jax_muon.mesh.train_step import make_train_step
 from jax_muon.mesh.wrappers import on_auto_axes, on_replicas
-from jax_muon.mesh.xla_options import gpu_options
 from jax_muon.partition import partition
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.recipes import moonlight, muon, muonh, nanochat, normuon, teon
@@ -43,15 +42,13 @@ __all__ = [
     "NewtonSchulz",
     "PolarExpress",
     "Split",
-    "abstract_state",
     "adamw",
     "add_cautious_decayed_weights",
     "clip_qk",
     "describe",
-    "divided_specs",
     "equilibrate_rows",
     "find_matrices",
-    "gpu_options",
+    "fsdp",
     "hyperball",
     "keep_residual",
     "make_train_step",

@@ -55,14 +55,13 @@ def test_tables_and_states_are_those_that_are_committed():
     tx = RECIPES["nanochat"]()
     rows = {
         path: [shape_text(x.shape), str(x.dtype)]
-        for path, x in leaves_with_paths(jm.abstract_state(tx, PARAMS))
+        for path, x in leaves_with_paths(jax.eval_shape(tx.init, PARAMS))
     }
     tables = [f"one device\n\n{table(tx)}"]
     for where in EXAMPLES:
         mesh, specs, divide = case.layout(where, shapes=SHAPES)
-        on = jm.on_mesh(tx, mesh, specs, divide)
-        state = jm.abstract_state(on, PARAMS, mesh)
-        for path, x in leaves_with_paths(state):
+        on = jm.on_mesh(tx, case.at(mesh, specs), divide=divide)
+        for path, x in leaves_with_paths(on.abstract_state(PARAMS)):
             rows[path].append(str(tuple(x.sharding.spec)))
         tables.append(f"{where}\n\n{table(on)}")
     header = ("state", "shape", "dtype", *EXAMPLES)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 import jax_muon as jm
+from jax_muon.mesh.on_mesh import OnMesh
 
 
 def loss(params: Any, batch: jax.Array) -> jax.Array:
@@ -33,9 +34,9 @@ assert_type(stated, optax.GradientTransformationExtraArgs)
 tx = jm.skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), recipe))
 assert_type(tx, optax.GradientTransformationExtraArgs)
 mesh = jax.make_mesh((1,), ("data",))
-sharded = assert_type(jm.on_mesh(tx, mesh), optax.GradientTransformationExtraArgs)
+sharded = assert_type(jm.on_mesh(tx, mesh), OnMesh)
 updates, state = tx.update(params, tx.init(params), params)
-step = jm.make_train_step(loss, tx, mesh)
+step = jm.make_train_step(loss, sharded)
 placed, optimizer_state = step.init(params)
 placed, optimizer_state, metrics = step(placed, optimizer_state, jnp.ones((2, 4)))
 assert_type(metrics, dict[str, Any])

@@ -182,23 +182,7 @@ def whole_step(
         grid = devices.reshape(-1, size // 2 if pods else min(size, GPUS_PER_HOST))
         mesh = Mesh(grid, ("hosts", "data") if layout != "fsdp-tp" else ("data", "tp"))
     batch = tuple(name for name in mesh.axis_names if name != "tp")
-    loss_fn = functools.partial(loss, head=head)
-    sequence = jax.ShapeDtypeStruct((1, length + 1), jnp.int32)
-    matrices = jm.find_matrices(params, loss_fn, sequence)
-    adamw = optax.adamw(3e-4, 0.8, 0.95, 1e-10, weight_decay=0.0)
-    tx = getattr(jm, recipe)(0.02, matrices=matrices, adamw=adamw)
-    specs = None
-    if layout == "zero2-divided":
-        specs = jm.divided_specs(params, mesh, matrices=matrices)
-    elif not layout.startswith("zero2"):
-        specs = specs_of(params, mesh, layout)
-    scanned = [
-        name
-        for name in ("dense", "blocks")
-        if specs
-        and "out" in params.get(name, ())
-        and any(map(any, jax.tree.leaves(specs[name])))
-    ]
+    shardings: Any = None
     tokens = jax.ShapeDtypeStruct(
         (int(sequences * size) * microbatches, length + 1),
         jnp.int32,
@@ -206,44 +190,44 @@ def whole_step(
     )
 
     def scan(body: Any, x: Any, layers: Any, name: str) -> Any:
-        if layout == "fsdp-tp":  # else XLA divides embeddings by columns
+        if layout == "fsdp-tp" and shardings:  # else XLA divides embeddings by columns
             x = jax.lax.with_sharding_constraint(x, tokens.sharding)
-        if name not in scanned:
+        if layout in ("zero2", "zero2-hosts") or "out" not in layers:
             return jax.lax.scan(body, x, layers)
-        given = {"axis": batch, "local_batch": layout in IN_JIT and layout != "fsdp-tp"}
-        return jm.scan_layers(body, x, layers, mesh, specs[name], **given)
+        if layout not in IN_JIT or shardings is None:  # in a step, or to be read
+            return jm.scan_layers(body, x, layers)
+        given = {"axis": batch, "local_batch": layout != "fsdp-tp"}
+        return jm.scan_layers(body, x, layers, shardings=shardings[name], **given)
 
-    loss_fn = functools.partial(loss_fn, scan=scan)
+    loss_fn = functools.partial(loss, head=head, scan=scan)
+    sequence = jax.ShapeDtypeStruct((1, length + 1), jnp.int32)
+    matrices = jm.find_matrices(params, loss_fn, sequence)
+    adamw = optax.adamw(3e-4, 0.8, 0.95, 1e-10, weight_decay=0.0)
+    tx = getattr(jm, recipe)(0.02, matrices=matrices, adamw=adamw)
+    if layout == "zero2-divided":
+        shardings = jm.fsdp(params, mesh, matrices)
+    elif not layout.startswith("zero2"):
+        specs = specs_of(params, mesh, layout)
+        shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+    divide = "data" if layout == "zero2-hosts" else mesh.axis_names
+    if layout == "fsdp-tp":
+        divide = batch
+    where = mesh if shardings is None else shardings
+    tx = jm.on_mesh(tx, where, divide=divide, devices_per_host=GPUS_PER_HOST)
     if layout not in IN_JIT:
-        step = jm.make_train_step(
-            loss_fn, tx, mesh, specs=specs, scanned=scanned, microbatches=microbatches
-        )
+        step = jm.make_train_step(loss_fn, tx, microbatches=microbatches)
         args = (*step.abstract(params), tokens)
-        return WholeStep(step, step.tx, step.compiler_options(params), args)
+        return WholeStep(step, tx, step.xla_options(*args), args)
     if microbatches > 1:
         raise ValueError(f"{layout} with {microbatches} microbatches; expected one")
-    divide = "data" if layout == "zero2-hosts" else batch
-    tx = jm.on_mesh(tx, mesh, specs or P(), divide)
-    options = jm.gpu_options(
-        params,
-        mesh,
-        matrices=matrices,
-        axis=batch,
-        gathers_first=bool(specs),
-        scanned=scanned,
-    )
+    options = tx.xla_options(params, axis=batch)
 
     def step_in_jit(params: Any, state: Any, tokens: Any) -> tuple[Any, Any, jax.Array]:
         value, grads = jax.value_and_grad(loss_fn)(params, tokens)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs or P())
-    placed = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        *(params, shardings if specs else jax.tree.map(lambda x: shardings, params)),
-    )
-    args = placed, jm.abstract_state(tx, placed, mesh), tokens
+    args = (*tx.optimizer.abstract(params), tokens)
     jitted = jax.jit(
         step_in_jit, donate_argnums=(0, 1), compiler_options=options or None
     )

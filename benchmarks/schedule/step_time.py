@@ -21,6 +21,7 @@ import numpy as np
 
 from benchmarks.schedule.hlo import Instruction, Module, Transfer
 from jax_muon.base.specs import Sizes
+from jax_muon.mesh import hardware
 from jax_muon.mesh.plan import Pool, rounds
 
 Takes = Callable[[Instruction], int]
@@ -30,10 +31,10 @@ Takes = Callable[[Instruction], int]
 class Rates:
     """FLOP/s of products; bytes/s of one GPU within its host, and between hosts."""
 
-    flops: float = 500e12  # half of an H100's peak in bfloat16
-    within: float = 450e9  # NVLink, one way
-    between: float = 50e9  # one NIC of 400 Gb/s for each GPU
-    gpus_per_host: int = 8
+    flops: float = hardware.FLOPS
+    within: float = hardware.WITHIN_HOSTS
+    between: float = hardware.BETWEEN_HOSTS
+    gpus_per_host: int = hardware.DEVICES_PER_HOST
 
 
 SLOWER = Rates(within=350e9, between=42e9)

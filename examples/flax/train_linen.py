@@ -91,7 +91,7 @@ def main(folder: pathlib.Path) -> tuple[TrainState, list[float]]:
         matrices = jm.find_matrices(
             params, lambda p, x: Stack().apply({"params": p}, x), IMAGE
         )
-        tx = jm.on_mesh(make_optimizer(matrices), mesh, divided(params, mesh))
+        tx = jm.on_mesh(make_optimizer(matrices), divided(params, mesh))
         print(jm.describe(tx, params))
 
         def create(key: jax.Array) -> TrainState:

@@ -83,8 +83,8 @@ def create(mesh: Mesh) -> tuple[Stack, nnx.Optimizer]:
     model = Stack(rngs=nnx.Rngs(0))
     graph, params = nnx.split(model, nnx.Param)
     matrices = jm.find_matrices(params, lambda p, x: nnx.merge(graph, p)(x), IMAGE)
-    specs = nnx.get_partition_spec(params)
-    tx = jm.on_mesh(make_optimizer(matrices), mesh, specs)
+    shardings = nnx.get_named_sharding(params, mesh)
+    tx = jm.on_mesh(make_optimizer(matrices), shardings)
     print(jm.describe(tx, params))
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 

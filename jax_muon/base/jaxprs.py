@@ -4,12 +4,13 @@ JAX's internals may change with a release; `tests/base/test_jaxprs.py` runs in e
 Names of primitives and their parameters also stand in `matrices/computation/`.
 """
 
+import dataclasses
 import functools
 import itertools
 import os
 import re
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -51,13 +52,30 @@ def trace(function: Any, *args: Any) -> tuple[Jaxpr, int]:
 
     Arrays that the function closes over are further inputs, after the arguments.
     """
-    closed = jax.make_jaxpr(function)(*args)
+    closed = _with_any_axes(function, *args)
     jaxpr, count = closed.jaxpr, len(closed.jaxpr.invars)
     inputs = (*jaxpr.invars, *jaxpr.constvars)
     # Names of arguments would not fit.
     unnamed = jaxpr.debug_info.with_unknown_names()
     jaxpr = jaxpr.replace(debug_info=unnamed, constvars=(), invars=inputs)
     return needed(jaxpr), count
+
+
+def _with_any_axes(function: Any, *args: Any) -> ClosedJaxpr:
+    """As `jax.make_jaxpr`; names of mesh axes that nothing binds are axes of one.
+
+    So a loss can be read that is written for the devices of a mesh, such as one with
+    `nnx.BatchNorm(axis_name="data")`.
+    """
+    axes: list[tuple[str, int]] = []
+    while True:
+        try:
+            return jax.make_jaxpr(function, axis_env=axes)(*args)
+        except NameError as error:
+            name = re.search(r"unbound axis name: (.+?)\. ", str(error))
+            if name is None or (name[1], 1) in axes:
+                raise
+            axes.append((name[1], 1))
 
 
 @functools.lru_cache(4096)
@@ -68,7 +86,7 @@ def needed(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def marked(x: Any, name: str) -> Any:
-    """The array, with a name that `uses` finds."""
+    """The array, with a name that `uses_of_layers` finds."""
     return checkpoint_name(x, _MARK + name)
 
 
@@ -91,33 +109,98 @@ def operations(jaxpr: Jaxpr) -> list[str]:
     return names
 
 
-def uses(jaxpr: Jaxpr, values: Container[Any]) -> tuple[list[str], list[bool]]:
-    """How a function uses some inputs: names of `marked`, and operations.
+@dataclasses.dataclass(frozen=True)
+class LayerUse:
+    """A use of stacked layers: by what has a mark, or by another operation."""
 
-    Parts, copies and casts of a value are followed, also into functions; the second
-    result says which results are still those values.
+    mark: str  # the name of `marked`, or ""
+    operation: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        name = "scan_layers" if self.mark else self.operation
+        return f"{name} at {self.line}" if self.line else name
+
+
+def uses_of_layers(jaxpr: Jaxpr, inputs: Sequence[Any]) -> list[list[LayerUse]]:
+    """How a function uses these of its inputs, each an array (layers, ...).
+
+    Casts, copies and slices of the layers are followed, also into functions, as long as
+    the axes of one layer stay what they are: (16, 8, 24) as [2:] (14, 8, 24), and then
+    as pairs (7, 2, 8, 24).
     """
-    found, followed = [], {v for v in jaxpr.invars if v in values}
+    uses: list[list[LayerUse]] = [[] for _ in inputs]
+    leaf_of = {v: leaf for leaf, v in enumerate(inputs)}
+    for leaf in _follow_layers(jaxpr, leaf_of, [*map(shape_of, inputs)], uses, ()):
+        if leaf is not None:
+            uses[leaf].append(LayerUse("", "the result"))
+    return uses
+
+
+def _follow_layers(
+    jaxpr: Jaxpr,
+    leaf_of: dict[Any, int],
+    shapes: Sequence[tuple[int, ...]],
+    uses: Sequence[list[LayerUse]],
+    calls: tuple[JaxprEqn, ...],
+) -> list[int | None]:
+    """Note uses in a function; the leaf that each of its results still is, or None."""
+
+    def leaves(variables: Sequence[Any]) -> list[int | None]:
+        return [None if isinstance(v, Literal) else leaf_of.get(v) for v in variables]
+
     for eqn in jaxpr.eqns:
-        takes = [not isinstance(v, Literal) and v in followed for v in eqn.invars]
-        if not any(takes):
+        taken = leaves(eqn.invars)
+        found = {leaf for leaf in taken if leaf is not None}
+        if not found:
             continue
-        function = called(eqn)
-        name = str(eqn.params.get("name"))
-        if name.startswith(_MARK):
-            found.append(name.removeprefix(_MARK))
-        elif eqn.primitive.name in _MOVES:
-            followed.update(eqn.outvars)
-        elif function is None:
-            found.append(eqn.primitive.name)
-        else:
-            inside, results = uses(
-                function.jaxpr, {*itertools.compress(function.jaxpr.invars, takes)}
-            )
-            found += inside
-            followed.update(itertools.compress(eqn.outvars, results))
-    is_result = [not isinstance(v, Literal) and v in followed for v in jaxpr.outvars]
-    return found, is_result
+        name, kind = str(eqn.params.get("name")), eqn.primitive.name
+        mark = name.removeprefix(_MARK) if name.startswith(_MARK) else ""
+        is_move = kind in _MOVES and not mark
+        # The condition of a `while` may take as many operands as the loop.
+        function = None if mark or is_move or kind == "while" else called(eqn)
+        results: list[int | None] = []
+        if is_move and all(_keeps_layer(eqn, shapes[leaf][1:]) for leaf in found):
+            results, found = taken, set()
+        elif function is not None:
+            inside = taken
+            if kind == "scan":  # another turn may put something else in the carry
+                start, end = scan_starts(eqn)
+                inside = [*taken[:start], *[None] * (end - start), *taken[end:]]
+            inputs = zip(function.jaxpr.invars, inside, strict=True)
+            followed = {v: leaf for v, leaf in inputs if leaf is not None}
+            arguments = function.jaxpr, followed, shapes, uses, (*calls, eqn)
+            results = _follow_layers(*arguments)
+            found -= {*followed.values()}
+            if kind == "scan":
+                found |= {leaf for leaf in results if leaf is not None}
+                results = []
+        for v, leaf in zip(eqn.outvars, results, strict=False):
+            if leaf is not None:
+                leaf_of[v] = leaf
+        for leaf in found:
+            uses[leaf].append(LayerUse(mark, kind, line_of((*calls, eqn))))
+    return leaves(jaxpr.outvars)
+
+
+def _keeps_layer(eqn: JaxprEqn, layer: tuple[int, ...]) -> bool:
+    """Whether a move leaves the last axes alone, those of one layer."""
+    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    first = len(before) - len(layer)
+    if eqn.primitive.name == "transpose":
+        permutation = eqn.params["permutation"]
+        return tuple(permutation[first:]) == tuple(range(first, len(before)))
+    if eqn.primitive.name == "rev":
+        return all(axis < first for axis in eqn.params["dimensions"])
+    return after[len(after) - len(layer) :] == layer
+
+
+SCAN_LAYERS = "jax_muon.scan_layers"  # the scope of its operations
+
+
+def is_in(scope: str, calls: Sequence[JaxprEqn]) -> bool:
+    """Whether the last of `calls`, or one around it, is in this `jax.named_scope`."""
+    return any(scope in str(x.source_info.name_stack) for x in calls)
 
 
 def transpositions(calls: Sequence[JaxprEqn]) -> int:
@@ -150,6 +233,8 @@ def line_of(calls: Sequence[JaxprEqn]) -> str:
     """
     modules = [sys.modules.get(name) for name in _LIBRARIES]
     folders = tuple(os.path.dirname(m.__file__ or "") for m in modules if m)
+    here = os.path.dirname(__file__)
+    folders += (os.path.join(os.path.dirname(here), "mesh"),)  # with `scan_layers`
     # JAX traces its own functions once, so operations in them name the first caller.
     eqn = next((x for x in calls if _calls_jax(x, folders[0])), calls[-1])
     traceback: Any = eqn.source_info.traceback

@@ -5,7 +5,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon.base import checks
 
@@ -14,9 +14,9 @@ AxisName = str | tuple[str, ...]
 Sizes = Mapping[str, int]  # of mesh axes, by name
 
 
-def checked_axes(name: str, axis: Any, mesh: Mesh) -> tuple[str, ...]:
+def checked_axes(name: str, axis: Any, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """One or several axes of a mesh as a tuple, each once; all of them for None."""
-    checks.kind("mesh", mesh, Mesh, "a jax.sharding.Mesh")
+    checks.kind("mesh", mesh, (Mesh, AbstractMesh), "a jax.sharding.Mesh")
     every = mesh.axis_names
     names = checks.strings(name, every if axis is None else axis)
     if not {*names} <= {*every} or len({*names}) < len(names):
@@ -37,7 +37,7 @@ def full_rank(
         raise ValueError(
             f"{name} of shape {shape} with {spec}: {error}; expected None, or axes of "
             f"the mesh {dict(mesh.shape)} that divide the array evenly, such as "
-            "specs=jax_muon.divided_specs(params, mesh, axes)"
+            "those of jax_muon.fsdp(params, mesh, matrices)"
         ) from None
     return PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))
 
@@ -83,6 +83,20 @@ def finer(
             entries[axis] = entry
             return PartitionSpec(*entries)
     return spec
+
+
+def spelled(
+    mesh: Mesh, spec: PartitionSpec, memory_kind: str | None = None
+) -> NamedSharding:
+    """The sharding, spelled as JAX spells it for results of jit.
+
+    P("a", None) and P("a") are different specs to JAX, which would compile again.
+    """
+    if AxisType.Auto in mesh.axis_types:
+        spec = dividing(spec, mesh.shape)
+        while spec and spec[-1] is None:
+            spec = PartitionSpec(*spec[:-1])
+    return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
 def dividing(spec: PartitionSpec, sizes: Sizes) -> PartitionSpec:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from numpy.lib.array_utils import normalize_axis_tuple
 from optax.contrib import MuonDimensionNumbers
 
-from jax_muon.base import checks, trees
+from jax_muon.base import checks, facts, trees
 from jax_muon.base.array_types import on_users_axes
 from jax_muon.base.tables import aligned, shape_text, sizes_text
 
@@ -76,6 +76,7 @@ class Parameter:
       axes: which of its axes are batch, in and out; None if it is not a matrix.
       doubt: why it cannot be read as a matrix, or is ambiguous; None if neither.
       scanned: the axes that a scan takes one element at a time, such as layers.
+      scan: which one does: "scan_layers" or "lax.scan"; "" if nothing shows it.
       heads: of a query, key or value: (axis, width, number of heads) of its outputs, or
         of each part of them in their order.
     """
@@ -89,6 +90,7 @@ class Parameter:
     axes: MatrixAxes | None
     doubt: str | None = None
     scanned: tuple[int, ...] = ()
+    scan: str = ""
     heads: tuple[tuple[int, int, int], ...] = ()
 
     def fits(self, shape: tuple[int, ...]) -> bool:
@@ -249,6 +251,8 @@ def of_tree(matrices: Any, tree: Any) -> Matrices:
         expected = f"{_READ}, or {rules}, a function of params that returns it, or None"
         expected += checks.injected(matrices, "matrices")
         checks.kind("matrices", matrices, Matrices, expected)
+        facts.note().leaves.update(matrices)
+        facts.note().parameters.update(matrices)
         if matrices.splits:
             raise ValueError(
                 f"matrices= splits {', '.join(matrices.splits)}, which a piece would "
@@ -267,6 +271,7 @@ def of_tree(matrices: Any, tree: Any) -> Matrices:
             )
         one_matrix = MatrixAxes((), (0,), (1,))
         matched[path] = Parameter(path, shape, dtype, MUON, "kernel", "", one_matrix)
+    facts.note().parameters.update(matched)
     return Matrices(matched)
 
 

@@ -1,8 +1,8 @@
-"""How the parameters of a tree are sharded, and their gradients and state."""
+"""Where the parameters of a tree are on a mesh, and their gradients and state."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,119 +11,140 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon.base import checks, facts, trees
 from jax_muon.base.array_types import own_sharding
-from jax_muon.base.specs import AxisName, checked_axes, dividing, finer, full_rank
+from jax_muon.base.specs import (
+    AxisName,
+    checked_axes,
+    dividing,
+    finer,
+    full_rank,
+    spelled,
+)
 from jax_muon.matrices.find import Reader, reader
+from jax_muon.matrices.matrices import Parameter
 
-# A PartitionSpec or NamedSharding for all parameters, a tree (or a prefix of one) of
-# them, or a function of the parameters that returns one. None in a tree: replicated.
-Specs = Any
-AxesOfLayers = Mapping[str, tuple[int, ...]]  # by the path of a parameter
+# A mesh: parameters as their types show on Explicit axes, and everywhere on Auto ones.
+# Or a NamedSharding for all of them, a tree (or a prefix of one) in which None means
+# everywhere, or a function of the parameters that returns one of these.
+Where = Any
+MIN_SIZE = 1024  # elements of a leaf that is worth dividing
+Readings = Mapping[str, Parameter]  # by the path of a leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """The leaves of a tree on a mesh, in order."""
+
+    mesh: Mesh
+    paths: list[str]
+    param_specs: list[PartitionSpec]  # with an entry for each axis, like the others
+    state_specs: list[PartitionSpec]  # of gradients and state
+    memory_kinds: list[str | None]  # of parameters and updates; None: a device's memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How parameters are sharded on a mesh, and how their gradients and state are."""
+    """How parameters are sharded, and their gradients and state further."""
 
-    mesh: Mesh
-    specs: Specs  # of parameters; see `on_mesh`
-    # Mesh axes that further divide gradients and state, where the spec of a leaf of at
-    # least `min_size` elements does not use them; the axes of layers come last.
-    divide: tuple[str, ...] = ()
-    min_size: int = 1024
-    layers: Callable[[Any], AxesOfLayers] = lambda tree: {}
+    where: Where
+    # Mesh axes that further divide gradients and state, where a leaf of at least
+    # `min_size` elements is not sharded over them; the axes of layers come last.
+    divide: AxisName = ()
+    min_size: int = MIN_SIZE
+    read: Callable[[Any], Readings] = lambda tree: {}
 
-    def of_leaves(
-        self, tree: Any
-    ) -> tuple[list[str], list[PartitionSpec], list[PartitionSpec]]:
-        """Paths, specs of parameters, and specs of their gradients and state."""
-        paths, of_params, of_state = [], [], []
-        layers = self.layers(tree) if self.divide else {}
-        for path, x, spec in self.given(tree):
-            spec = full_rank(spec, path, x.shape, self.mesh)
-            names = self.divide if x.size >= self.min_size else ()
-            last = layers.get(path, ())
-            paths.append(path)
-            of_params.append(spec)
-            of_state.append(finer(spec, x.shape, names, self.mesh.shape, last))
-        return paths, of_params, of_state
+    def of_leaves(self, tree: Any) -> Placed:
+        """Where the leaves of a tree are."""
+        mesh, rows = self.given(tree)
+        divided = checked_axes("divide", self.divide, mesh)
+        divided = tuple(name for name in divided if mesh.shape[name] > 1)
+        read = self.read(tree) if divided else {}
+        placed = Placed(mesh, [], [], [], [])
+        for path, x, sharding in rows:
+            spec = full_rank(sharding.spec, path, x.shape, mesh)
+            names = divided if x.size >= self.min_size else ()
+            last = read[path].scanned if path in read else ()
+            placed.paths.append(path)
+            placed.param_specs.append(spec)
+            placed.state_specs.append(finer(spec, x.shape, names, mesh.shape, last))
+            kind = sharding.memory_kind
+            on_host = kind not in (None, "device")
+            placed.memory_kinds.append(kind if on_host else None)
+        return placed
 
-    def given(self, tree: Any) -> list[tuple[str, Any, PartitionSpec]]:
-        """Paths, leaves, and their specs as the user wrote them."""
-        leaves = trees.leaves_with_paths(tree)
-        if self.specs is None:
-            return [(path, x, jax.typeof(x).sharding.spec) for path, x in leaves]
-        specs = self.specs(tree) if trees.is_function(self.specs) else self.specs
-        by_path = dict(trees.leaves_with_paths(specs, is_leaf=lambda x: x is None))
-        return [(path, x, _spec_at(by_path, path)) for path, x in leaves]
+    def given(self, tree: Any) -> tuple[Mesh, list[tuple[str, Any, NamedSharding]]]:
+        """The mesh; and paths, leaves and their shardings, as the user gave them."""
+        leaves, where = trees.leaves_with_paths(tree), self.where
+        if isinstance(where, Mesh):  # which can be called, too
+            explicit = AxisType.Explicit in where.axis_types
+            specs = [
+                jax.typeof(x).sharding.spec if explicit else PartitionSpec()
+                for _, x in leaves
+            ]
+            rows = zip(leaves, specs, strict=True)
+            return where, [(*x, NamedSharding(where, spec)) for x, spec in rows]
+        where = where(tree) if trees.is_function(where) else where
+        by_path = dict(trees.leaves_with_paths(where, is_leaf=lambda x: x is None))
+        mesh = _mesh_of(by_path)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        return mesh, [(path, x, _at(by_path, path) or everywhere) for path, x in leaves]
 
     def check_concrete(self, tree: Any) -> None:
-        """Raise a ValueError for arrays sharded on Auto axes without specs."""
-        checked = self.specs is None and AxisType.Auto in self.mesh.axis_types
-        for path, leaf in trees.leaves_with_paths(tree) if checked else ():
+        """Refuse arrays that are sharded on Auto axes, where a mesh alone is given."""
+        auto = isinstance(self.where, Mesh) and AxisType.Auto in self.where.axis_types
+        for path, leaf in trees.leaves_with_paths(tree) if auto else ():
             sharding = own_sharding(leaf)
             if sharding and any(dividing(sharding.spec, sharding.mesh.shape)):
                 raise ValueError(
                     f"parameter {path!r} is sharded by {sharding.spec} on a mesh with "
-                    "Auto axes, which types do not show; expected specs, such as "
-                    "jax.tree.map(lambda p: p.sharding, params)"
+                    "Auto axes, which types do not show; expected jax_muon.on_mesh(tx, "
+                    "jax.tree.map(lambda p: p.sharding, params))"
                 )
 
 
-def divided_specs(
-    params: Any,
-    mesh: Mesh,
-    axes: AxisName | None = None,
-    matrices: Reader = None,
-    min_size: int = 1024,
+def fsdp(
+    params: Any, mesh: Mesh, matrices: Reader, axes: AxisName | None = None
 ) -> Any:
-    """PartitionSpecs that divide every parameter evenly over a mesh (ZeRO-3).
+    """Shardings that divide every parameter evenly over a mesh: FSDP, or ZeRO-3.
 
-    For `specs` of `on_mesh`, `make_train_step` and `scan_layers`. Each leaf is divided
-    along the first axis whose size the devices divide, and along an axis of layers only
-    if no other fits: then no scan can gather it a layer at a time.
+    For `on_mesh`, `scan_layers`, `jax.device_put`, `out_shardings` of `jax.jit`, and
+    whatever restores a checkpoint. Each leaf is divided along the first axis whose size
+    the devices divide, and along an axis of layers only if no other fits, since no scan
+    could then gather it a layer at a time. Leaves of fewer than 1024 elements, and
+    those without an axis that fits, are everywhere.
 
     Args:
       params: the parameters, or their shapes.
       mesh: the mesh.
+      matrices: as in `partition`; it says which axes are layers.
       axes: mesh axes that divide parameters; None for all.
-      matrices: as in `partition`, to see what axes a scan takes; None if none does.
-      min_size: leaves of fewer elements stay replicated, as do those without an axis
-        that fits.
 
     Returns:
-      A tree like `params`, with a PartitionSpec for each leaf.
+      A tree like `params`, with a NamedSharding for each leaf.
 
     Examples:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> params = {"up": jnp.ones((64, 256)), "scale": jnp.ones(64)}
-      >>> specs = jm.divided_specs(params, mesh)
-      >>> tuple(specs["up"]), tuple(specs["scale"])
-      (('data', None), (None,))
+      >>> shardings = jm.fsdp(params, mesh, {"up": "muon"})
+      >>> shardings["up"].spec[0], shardings["scale"].is_fully_replicated
+      ('data', True)
     """
     names = checked_axes("axes", axes, mesh)
     params = checks.arrays("params", params)
-    layers = functools.partial(read_layers, matrices)
-    layout = Layout(mesh, PartitionSpec(), names, min_size, layers)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    layout = Layout(everywhere, names, read=reader(matrices))
     treedef: Any = jax.tree.structure(params)
-    return treedef.unflatten(layout.of_leaves(params)[2])
+    specs = layout.of_leaves(params).state_specs
+    return treedef.unflatten([spelled(mesh, spec) for spec in specs])
 
 
-def read_layers(matrices: Reader, params: Any) -> AxesOfLayers:
-    """The axes that a scan takes, by a reading; none without one."""
-    if matrices is None:
-        return {}
-    return {path: x.scanned for path, x in reader(matrices)(params).items()}
-
-
-def axes_of_layers(tx: optax.GradientTransformation) -> Callable[[Any], AxesOfLayers]:
-    """The axes that a scan takes, by the reading that an optimizer goes by."""
+def readings(tx: optax.GradientTransformation) -> Callable[[Any], Readings]:
+    """How an optimizer reads the leaves of a tree: what its transforms record."""
 
     @functools.lru_cache(maxsize=4)
-    def of_shapes(treedef: Any, *shapes: jax.ShapeDtypeStruct) -> AxesOfLayers:
-        _, recorded = facts.trace(tx.init, treedef.unflatten(shapes))
-        return {path: x.scanned for path, x in recorded.leaves.items()}
+    def of_shapes(treedef: Any, *shapes: jax.ShapeDtypeStruct) -> Readings:
+        return facts.trace(tx.init, treedef.unflatten(shapes))[1].leaves
 
-    def of_tree(tree: Any) -> AxesOfLayers:
+    def of_tree(tree: Any) -> Readings:
         leaves, treedef = jax.tree.flatten(tree)
         shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
         return of_shapes(treedef, *shapes)
@@ -131,15 +152,36 @@ def axes_of_layers(tx: optax.GradientTransformation) -> Callable[[Any], AxesOfLa
     return of_tree
 
 
-def _spec_at(by_path: Mapping[str, Any], path: str) -> PartitionSpec:
-    """The entry of specs for a path, or for the nearest prefix of it."""
+_EXPECTED = (
+    "a jax.sharding.NamedSharding of one mesh, or None for everywhere; arrays get one "
+    "by jax.device_put(params, jax.sharding.NamedSharding(mesh, PartitionSpec()))"
+)
+
+
+def _mesh_of(by_path: Mapping[str, Any]) -> Mesh:
+    """The mesh that all shardings have."""
+    meshes: dict[Any, str] = {}
+    for path, entry in by_path.items():
+        if entry is not None:
+            name = f"where for {path!r}" if path else "where"
+            checks.kind(name, entry, NamedSharding, _EXPECTED)
+            meshes.setdefault(entry.mesh, name)
+    if len(meshes) != 1:
+        names = [f"{name} on {mesh}" for mesh, name in meshes.items()]
+        checks.refuse("meshes of where", names, _EXPECTED)
+    return next(iter(meshes))
+
+
+def _at(by_path: Mapping[str, Any], path: str) -> NamedSharding | None:
+    """The entry for a path, or for the nearest prefix of it."""
     prefix = trees.nearest_prefix(by_path, path)
     if prefix is None:
         raise ValueError(
-            f"specs have nothing for parameter {path!r}; there are {', '.join(by_path)}"
+            f"where has nothing for parameter {path!r}; there are {', '.join(by_path)}"
         )
-    entry, kinds = by_path[prefix], (PartitionSpec, NamedSharding, type(None))
-    expected = "a PartitionSpec, a NamedSharding, or None"
-    checks.kind(f"specs for parameter {path!r}", entry, kinds, expected)
-    entry = entry.spec if isinstance(entry, NamedSharding) else entry
-    return entry or PartitionSpec()
+    return by_path[prefix]
+
+
+def sharded(specs: Sequence[PartitionSpec]) -> bool:
+    """True if any leaf is sharded."""
+    return any(map(any, specs))

@@ -7,30 +7,35 @@ parameters, and updates go out sharded like these.
 """
 
 import contextlib
+import operator
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon.base import array_types, checks, facts
+from jax_muon.base import array_types, checks, facts, trees
 from jax_muon.base.dtypes import wire_dtype
-from jax_muon.base.specs import AxisName, checked_axes, dividing
-from jax_muon.mesh.layout import Layout, Specs, axes_of_layers
+from jax_muon.base.specs import AxisName, checked_axes, dividing, spelled
+from jax_muon.mesh import hardware, xla_options
+from jax_muon.mesh.layout import MIN_SIZE, Layout, Placed, Where, readings
+
+_TWICE = "it is in on_mesh already; expected one on_mesh, around all other transforms"
 
 
 def on_mesh(
     tx: optax.GradientTransformation,
-    mesh: Mesh,
-    specs: Specs = None,
-    divide: AxisName = (),
+    where: Where,
     *,
-    min_size: int = 1024,
+    divide: AxisName = (),
+    devices_per_host: int | None = None,
+    min_size: int = MIN_SIZE,
     gather_dtype: jax.typing.DTypeLike | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> "OnMesh":
     """Run an optimizer on a mesh, with gradients and state sharded further.
 
     Works in plain jit, on Auto and Explicit axes, with and without `jax.set_mesh`;
@@ -38,64 +43,114 @@ def on_mesh(
 
     Args:
       tx: any optax transform of global arrays: a recipe, or a chain around one.
-      mesh: a mesh whose axes are all Auto or all Explicit.
-      specs: how parameters are sharded: a `PartitionSpec` or `NamedSharding` for all, a
-        tree of them (a prefix will do), or a function of the parameters that returns
-        one of these. None: as their types show, which on Auto axes is replicated.
+      where: where the parameters are. A mesh, whose axes are all Auto or all Explicit:
+        on Auto axes every device has whole parameters, on Explicit ones they are
+        sharded as their types show. Or `jax.sharding.NamedSharding`s, such as those of
+        `fsdp` or `jax.tree.map(lambda p: p.sharding, params)`: a tree of them (a prefix
+        will do, and None in it means everywhere), one for all parameters, or a function
+        of the parameters that returns one of these.
       divide: mesh axes that shard gradients and state further (ZeRO-2, arXiv
         1910.02054), along the first axis of a leaf that they divide evenly; an axis of
-        layers comes last. Leaves without one stay as in `specs`; `describe` shows them.
+        layers comes last. Leaves without one stay as they are; `describe` shows them.
+      devices_per_host: number of neighbours on the mesh with fast links among them,
+        such as the GPUs of a host. They may share the work on a matrix. None: the
+        devices of a slice, if the mesh has several of one size, or else 8.
       min_size: leaves of fewer elements are not divided; their gradients are summed.
-      gather_dtype: dtype in which updates are gathered; None for their own.
+      gather_dtype: dtype in which updates, and in `make_train_step` parameters, are
+        sent; None for their own.
 
     Returns:
-      A transform whose state has the same shapes as that of `tx`, so that a checkpoint
-      can be restored on any mesh: see `abstract_state`.
+      An `OnMesh`: an optax transform whose state has the same shapes as that of `tx`,
+      so that a checkpoint can be restored on any mesh.
 
     Raises:
       ValueError: a mesh with both Auto and Explicit axes; `divide` names an axis that
-        the mesh lacks; at init and update, with path and shape, specs that do not fit;
-        state that does not belong to `tx` and these parameters.
+        the mesh lacks; `on_mesh` inside of `on_mesh`; at init and update, with path and
+        shape, shardings that do not fit, or are not of one mesh; state that does not
+        belong to `tx` and these parameters.
 
     Examples:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> params = {"mlp": {"up": jnp.ones((64, 256))}}
-      >>> tx = jm.nanochat(0.02, matrices={"*": "muon"})
-      >>> tx = jm.on_mesh(tx, mesh, divide="data")
+      >>> recipe = jm.nanochat(0.02, matrices={"*": "muon"})
+      >>> tx = jm.on_mesh(recipe, mesh, divide="data")
       >>> state = jax.jit(tx.init)(params)
       >>> updates, state = jax.jit(tx.update)(params, state, params)
       >>> updates["mlp"]["up"].shape
       (64, 256)
+      >>> target = tx.abstract_state(params)  # for orbax
+      >>> all(x.sharding.mesh == mesh for x in jax.tree.leaves(target))
+      True
     """
-    divided = checked_axes("divide", divide, mesh)
+    tx = checks.as_transform("tx", tx)
+    if isinstance(tx, OnMesh):
+        raise ValueError(f"tx: {_TWICE}")
+    if devices_per_host is not None:
+        checks.count("devices_per_host", devices_per_host)
     checks.float_dtype("gather_dtype", gather_dtype)
-    layout = Layout(mesh, specs, divided, min_size, axes_of_layers(tx))
-    return OnMesh(tx, layout, gather_dtype).transform()
+    if isinstance(where, Mesh):  # otherwise when there are parameters
+        checked_axes("divide", divide, where)
+        _check_types(where)
+    layout = Layout(where, divide, min_size, readings(tx))
+    optimizer = MeshOptimizer(tx, layout, gather_dtype, devices_per_host)
+    transform = OnMesh(optimizer.init, optimizer.update)
+    transform.optimizer = optimizer
+    return transform
 
 
-class OnMesh:
+class OnMesh(optax.GradientTransformationExtraArgs):
+    """An optax transform on a mesh, which knows where parameters and state are."""
+
+    optimizer: "MeshOptimizer"
+
+    def abstract_state(self, params: optax.Params) -> optax.OptState:
+        """Shapes, dtypes and shardings of the state of these parameters, or shapes.
+
+        Global shapes do not depend on the layout, so one layout can restore what
+        another saved: give these `jax.ShapeDtypeStruct`s to Orbax as the target.
+        """
+        return self.optimizer.abstract(params)[1]
+
+    def xla_options(
+        self, params: optax.Params, axis: AxisName | None = None
+    ) -> dict[str, Any]:
+        """Options of XLA's GPU compiler for your own jitted step.
+
+        `jax.jit(step, compiler_options=tx.xla_options(params))`; a `TrainStep` uses its
+        own. Leaves are sent in buckets by the model's size, or of a layer of
+        `scan_layers`; a transfer starts when its input is there, and ten are in flight.
+        If XLA gathers layers itself, in a `jax.lax.scan`, they are MaxText's options.
+        What this jaxlib does not know is left out.
+
+        Args:
+          params: the parameters, or their shapes.
+          axis: mesh axes that divide the batch; None for all.
+
+        Returns:
+          Options for `jax.jit`; {} on one device, and for devices other than GPUs.
+        """
+        return self.optimizer.xla_options(params, axis)
+
+
+class MeshOptimizer:
     """An optimizer and its layout."""
 
     def __init__(
         self,
         tx: optax.GradientTransformation,
         layout: Layout,
-        gather_dtype: jax.typing.DTypeLike | None = None,
+        gather_dtype: jax.typing.DTypeLike | None,
+        devices_per_host: int | None,
     ) -> None:
-        """Check the mesh; nothing is traced yet."""
-        if len(set(layout.mesh.axis_types)) > 1:
-            raise ValueError(
-                f"a mesh whose axes {layout.mesh.axis_names} have the types "
-                f"{layout.mesh.axis_types}; expected Auto for all, or Explicit for all"
-            )
-        self.tx = checks.as_transform("tx", tx)
-        self.layout, self.gather_dtype = layout, gather_dtype
+        """Nothing is traced yet."""
+        self.tx, self.layout, self.gather_dtype = tx, layout, gather_dtype
+        self._devices_per_host = devices_per_host
         self._jitted_init = jax.jit(self._init)
         self._jitted_update = jax.jit(self._update)
 
-    def transform(self) -> optax.GradientTransformationExtraArgs:
-        """As one optax transform; its methods lead `verify` back to this."""
-        return optax.GradientTransformationExtraArgs(self.init, self.update)
+    def devices_per_host(self, mesh: Mesh) -> int:
+        """As the user says, or as the mesh shows."""
+        return self._devices_per_host or hardware.devices_per_host(mesh)
 
     def init(self, params: optax.Params) -> Any:
         """State of these parameters, sharded further than they are."""
@@ -107,10 +162,10 @@ class OnMesh:
             return self._jitted_init(params)
 
     def _init(self, params: optax.Params) -> Any:
-        _, _, of_state = self.layout.of_leaves(params)
-        with self._explicit_axes():
-            state = self.tx.init(_reshard(params, of_state))
-        return self._on_users_axes(state)
+        placed = self.layout.of_leaves(params)
+        with self._explicit_axes(placed.mesh):
+            state = self.tx.init(_reshard(_on_devices(params), placed.state_specs))
+        return _on_users_axes(state, placed.mesh)
 
     def update(
         self,
@@ -129,126 +184,158 @@ class OnMesh:
     def _update(self, updates: Any, state: Any, params: Any, **extra_args: Any) -> Any:
         like = updates if params is None else params
         checks.gradients(updates, params)
-        names, of_params, of_state = self.layout.of_leaves(like)
-        facts.note().on_mesh.append((self, names, of_params, of_state))
-        expected = self._typed_state(like, of_state)
+        placed = self.layout.of_leaves(like)
+        facts.note().on_mesh.append((self, placed))
+        expected = self._typed_state(like, placed)
         checks.state(state, expected)
         typed = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(expected)]
-        again = [] if params is None else of_state
-        with self._explicit_axes():
-            specs = [*of_state, *typed, *again]
-            resharded = _reshard((updates, state, params), specs)
+        again = [] if params is None else placed.state_specs
+        kinds = [*placed.memory_kinds, *map(_memory_kind, jax.tree.leaves(state))]
+        with self._explicit_axes(placed.mesh):
+            specs = [*placed.state_specs, *typed, *again]
+            resharded = _reshard(_on_devices((updates, state, params)), specs)
             extra_args = array_types.replicated(extra_args)
             updates, state = self.tx.update(*resharded, **extra_args)
-            updates = _reshard(updates, of_params, self.gather_dtype)
+            updates = _reshard(updates, placed.param_specs, self.gather_dtype)
             state = _reshard(state, typed)
-        return self._on_users_axes((updates, state))
+        return _on_users_axes((updates, state), placed.mesh, kinds)
 
     def abstract(self, params: optax.Params) -> tuple[Any, Any]:
         """Shapes, dtypes and shardings of the parameters and of the state."""
         params = checks.arrays("params", params)
+        placed = self.layout.of_leaves(params)
 
-        def abstract(x: Any) -> Any:
-            sharding = self._sharding(jax.typeof(x).sharding.spec)
+        def abstract(x: Any, kind: str | None = None) -> Any:
+            sharding = spelled(placed.mesh, jax.typeof(x).sharding.spec, kind)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        _, of_params, of_state = self.layout.of_leaves(params)
-        typed = self._typed(params, of_params), self._typed_state(params, of_state)
-        return jax.tree.map(abstract, typed)
+        leaves = jax.tree.leaves(typed(params, placed, placed.param_specs))
+        treedef: Any = jax.tree.structure(params)
+        whole = treedef.unflatten(map(abstract, leaves, placed.memory_kinds))
+        return whole, jax.tree.map(abstract, self._typed_state(params, placed))
 
-    def _typed(self, params: optax.Params, specs: Sequence[PartitionSpec]) -> Any:
-        """Shapes of parameters, with specs in their types."""
-        leaves, treedef = jax.tree.flatten(params)
-        mesh = self._explicit_mesh()
-        shapes = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-            for x, spec in zip(leaves, specs, strict=True)
+    def xla_options(
+        self,
+        params: Any,
+        axis: AxisName | None = None,
+        by_layer: Sequence[Any] | None = None,
+    ) -> dict[str, Any]:
+        """See `OnMesh`; a step knows for each parameter if `scan_layers` gathers it."""
+        params = checks.arrays("params", params)
+        placed, named = self.layout.of_leaves(params), trees.leaves_with_paths(params)
+        if by_layer is None:
+            read = self.layout.read(params)
+            known = [read.get(path) for path, _ in named]
+            by_layer = [x is not None and x.scan == "scan_layers" for x in known]
+            by_xla = [bool(x and x.scanned and x.scan != "scan_layers") for x in known]
+        else:
+            by_xla = [False] * len(named)
+        sharded = [any(dividing(x, placed.mesh.shape)) for x in placed.param_specs]
+        by_one = map(operator.and_, map(bool, by_layer), sharded)
+        leaves = [
+            (x.size * np.dtype(x.dtype).itemsize, x.shape[0] if scans else 0)
+            for (_, x), scans in zip(named, by_one, strict=True)
         ]
-        return jax.tree.unflatten(treedef, shapes)
+        xla_gathers_layers = any(map(operator.and_, by_xla, sharded))
+        axes = checked_axes("axis", axis, placed.mesh)
+        return xla_options.of_leaves(
+            placed.mesh, axes, leaves, any(sharded), xla_gathers_layers
+        )
 
-    def _typed_state(self, params: Any, of_state: Sequence[PartitionSpec]) -> Any:
+    def _typed_state(self, params: Any, placed: Placed) -> Any:
         """The state's types; JAX remembers them, and a step does not trace `init`."""
-        with self._explicit_axes():
-            return jax.eval_shape(self.tx.init, self._typed(params, of_state))
-
-    def _sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """The sharding, spelled as JAX spells it for results of jit.
-
-        P("a", None) and P("a") are different specs to JAX, which would compile again.
-        """
-        mesh = self.layout.mesh
-        if AxisType.Auto in mesh.axis_types:
-            spec = dividing(spec, mesh.shape)
-            while spec and spec[-1] is None:
-                spec = PartitionSpec(*spec[:-1])
-        return NamedSharding(mesh, spec)
+        with self._explicit_axes(placed.mesh):
+            return jax.eval_shape(
+                self.tx.init, typed(params, placed, placed.state_specs)
+            )
 
     @contextlib.contextmanager
-    def _explicit_axes(self) -> Iterator[None]:
+    def _explicit_axes(self, mesh: Mesh) -> Iterator[None]:
         """Inside, types of arrays show how they are sharded."""
-        with array_types.on_explicit_axes(self._explicit_mesh(), 8):
+        _check_types(mesh)
+        if array_types.surroundings().users_mesh is not None:
+            raise ValueError(f"on_mesh inside of on_mesh: {_TWICE}")
+        number = self.devices_per_host(mesh)
+        with array_types.on_explicit_axes(_explicit_mesh(mesh), number):
             try:
                 yield
             except Exception as error:
                 _explain(error)
                 raise
 
-    def _outer_mesh(self) -> AbstractMesh:
-        """The mesh of the context if all its axes are Explicit, or else the user's."""
-        context = jax.sharding.get_abstract_mesh()
-        kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
-        names = self.layout.mesh.axis_names
-        inside = all(kinds.get(name) == AxisType.Explicit for name in names)
-        return context if inside else self.layout.mesh.abstract_mesh
 
-    def _explicit_mesh(self) -> AbstractMesh:
-        kinds = dict.fromkeys(self.layout.mesh.axis_names, AxisType.Explicit)
-        return self._outer_mesh().update_axis_types(kinds)
-
-    def _on_users_axes(self, tree: Any) -> Any:
-        """Arrays on the user's kind of axes, sharded as their types show."""
-        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
-        outer = self._outer_mesh()
-        if outer != self._explicit_mesh():
-            with jax.sharding.use_abstract_mesh(outer):
-                tree = jax.reshard(tree, PartitionSpec())  # types say nothing again
-        elif AxisType.Auto in self.layout.mesh.axis_types:
-            return tree  # in `on_mesh` or a user's own explicit_axes
-        # The only way to name the devices that works on both kinds of axes.
-        shardings = jax.tree.map(self._sharding, specs)
-        return jax.jit(lambda x: x, out_shardings=shardings)(tree)
+def typed(params: Any, placed: Placed, specs: Sequence[PartitionSpec]) -> Any:
+    """Shapes of parameters, with specs in their types."""
+    leaves, treedef = jax.tree.flatten(params)
+    mesh = _explicit_mesh(placed.mesh)
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for x, spec in zip(leaves, specs, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, shapes)
 
 
-def abstract_state(
-    tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | None = None
-) -> optax.OptState:
-    """Shapes, dtypes and shardings of an optimizer's state, to restore a checkpoint.
+def typed_state(tx: optax.GradientTransformation, params: Any, placed: Placed) -> Any:
+    """Types of the state of any transform, one around `on_mesh` say, on its mesh."""
+    with jax.sharding.use_abstract_mesh(_explicit_mesh(placed.mesh)):
+        return jax.eval_shape(tx.init, typed(params, placed, placed.param_specs))
 
-    Global shapes do not depend on the layout, so one layout can restore what another
-    saved: give these `jax.ShapeDtypeStruct`s to orbax as the target.
 
-    Args:
-      tx: the optimizer; on a mesh, `on_mesh(...)`, or a chain around it.
-      params: the parameters, or their shapes.
-      mesh: the mesh; None for one device.
-
-    Examples:
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
-      >>> params = {"mlp": {"up": jnp.ones((64, 256))}}
-      >>> tx = jm.nanochat(0.02, matrices={"*": "muon"})
-      >>> tx = jm.on_mesh(tx, mesh, divide="data")
-      >>> target = jm.abstract_state(tx, params, mesh)  # for orbax
-      >>> all(x.sharding.mesh == mesh for x in jax.tree.leaves(target))
-      True
-    """
-    if mesh is None:
-        alone = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone),
-            jax.eval_shape(tx.init, params),
+def _check_types(mesh: Mesh) -> None:
+    if len(set(mesh.axis_types)) > 1:
+        raise ValueError(
+            f"a mesh whose axes {mesh.axis_names} have the types {mesh.axis_types}; "
+            "expected Auto for all, or Explicit for all"
         )
-    specs = jax.tree.map(array_types.own_sharding, params)
-    return OnMesh(tx, Layout(mesh, specs)).abstract(params)[1]
+
+
+def _outer_mesh(mesh: Mesh) -> AbstractMesh:
+    """The mesh of the context if all its axes are Explicit, or else the user's."""
+    context = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
+    inside = all(kinds.get(name) == AxisType.Explicit for name in mesh.axis_names)
+    return context if inside else mesh.abstract_mesh
+
+
+def _explicit_mesh(mesh: Mesh) -> AbstractMesh:
+    kinds = dict.fromkeys(mesh.axis_names, AxisType.Explicit)
+    return _outer_mesh(mesh).update_axis_types(kinds)
+
+
+def _on_users_axes(
+    tree: Any, mesh: Mesh, kinds: Sequence[str | None] | None = None
+) -> Any:
+    """Arrays on the user's kind of axes, sharded as their types show.
+
+    They go to these kinds of memory, one for each leaf; None is a device's.
+    """
+    leaves, treedef = jax.tree.leaves(tree), cast(Any, jax.tree.structure(tree))
+    specs, outer = [jax.typeof(x).sharding.spec for x in leaves], _outer_mesh(mesh)
+    if outer != _explicit_mesh(mesh):
+        with jax.sharding.use_abstract_mesh(outer):
+            leaves = jax.reshard(leaves, PartitionSpec())  # types say nothing again
+    elif AxisType.Auto in mesh.axis_types:
+        return tree  # in a user's own explicit_axes
+    shardings = [spelled(mesh, spec) for spec in specs]
+    # The only way to name the devices that works on both kinds of axes.
+    leaves = jax.jit(lambda x: x, out_shardings=shardings)(leaves)
+    rows = zip(leaves, shardings, kinds or [None] * len(leaves), strict=True)
+    return treedef.unflatten(
+        jax.device_put(x, sharding.with_memory_kind(kind)) if kind else x
+        for x, sharding, kind in rows
+    )
+
+
+def _memory_kind(x: Any) -> str | None:
+    """Where the type shows that an array is, unless that is a device's memory."""
+    on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
+    return "pinned_host" if on_host else None
+
+
+def _on_devices(tree: Any) -> Any:
+    """Arrays in the memory of devices."""
+    to = jax.memory.Space.Device
+    return jax.tree.map(lambda x: jax.device_put(x, to) if _memory_kind(x) else x, tree)
 
 
 def _is_jitted() -> bool:

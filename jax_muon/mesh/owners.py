@@ -22,15 +22,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax_muon.base.specs import Sizes, devices_over, divided_axes, entry_names
 from jax_muon.matrices.joins import Joined, joined_matrices
 from jax_muon.matrices.matrices import Matrices
+from jax_muon.mesh import hardware
 from jax_muon.mesh.plan import SHARED_PRODUCTS, STEPS, Member, Pool, transfers
-
-# The planner's rates, in round figures for an H100: FLOP/s of products, bytes/s between
-# the GPUs of a host, and between hosts.
-_FLOPS = 500e12
-_WITHIN_HOSTS = 450e9
-_BETWEEN_HOSTS = 50e9
-DEVICES_PER_HOST = 8
-_SECONDS_TO_START = 10e-6  # of a collective
 
 
 def local_matrices(
@@ -113,6 +106,7 @@ def with_owners(
     start: int = 0,
     team: int = 1,
     shared_dtype: Callable[[int, int, Any], Any] | None = None,
+    devices_per_host: int = hardware.DEVICES_PER_HOST,
 ) -> list[Pool]:
     """Give matrices owners, so that the busiest device has the least to do.
 
@@ -127,6 +121,7 @@ def with_owners(
         so that matrices with other labels find other owners.
       team: see `orthogonalize`.
       shared_dtype: the method of a `NewtonSchulz`; None if none is shared.
+      devices_per_host: see `on_mesh`.
     """
     pools = [*pools]
     plans = [_with_owners(pools, sizes, small, start)]
@@ -136,7 +131,7 @@ def with_owners(
         if dtype is not None and size > 1 and math.prod(pool.shape) >= small:
             pools[index] = dataclasses.replace(pool, team=size, shared_dtype=dtype)
             plans.append(_with_owners(pools, sizes, small, start))
-    return min(plans, key=lambda plan: cost(plan, sizes))
+    return min(plans, key=lambda plan: cost(plan, sizes, devices_per_host))
 
 
 def _team_size(pool: Pool, sizes: Sizes, most: int) -> int:
@@ -209,16 +204,16 @@ def _fill(loads: np.ndarray, count: int, flops: int, start: int) -> tuple[int, .
     return tuple(counts)
 
 
-def cost(pools: Sequence[Pool], sizes: Sizes) -> float:
+def cost(pools: Sequence[Pool], sizes: Sizes, devices_per_host: int) -> float:
     """Estimated seconds, without any overlap of transfers and products."""
     busy = sum((pool.load(sizes) for pool in pools), start=np.zeros(()))
     shared = sum(pool.counts[0] for pool in pools if pool.team > 1)
-    starts = shared * STEPS * SHARED_PRODUCTS * _SECONDS_TO_START
+    starts = shared * STEPS * SHARED_PRODUCTS * hardware.SECONDS_TO_START
     sent = sum(  # over the slower one of two networks
         max(
-            x.bytes_between_hosts(DEVICES_PER_HOST) / _BETWEEN_HOSTS,
-            x.sent_bytes / _WITHIN_HOSTS,
+            x.bytes_between_hosts(devices_per_host) / hardware.BETWEEN_HOSTS,
+            x.sent_bytes / hardware.WITHIN_HOSTS,
         )
         for x in transfers(pools, sizes)
     )
-    return float(busy.max()) / _FLOPS + starts + sent
+    return float(busy.max()) / hardware.FLOPS + starts + sent

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_muon.base import checks, jaxprs
-from jax_muon.base.array_types import surroundings
+from jax_muon.base.array_types import is_explicit, surroundings
 from jax_muon.base.dtypes import wide
 from jax_muon.base.specs import (
     AxisName,
@@ -31,7 +31,7 @@ from jax_muon.base.specs import (
     only,
     spec_names,
 )
-from jax_muon.mesh.layout import Layout, Specs
+from jax_muon.mesh.layout import Layout
 from jax_muon.mesh.wire import Wire
 
 Function = Callable[..., Any]
@@ -41,25 +41,24 @@ def scan_layers(
     block: Function,
     carry: Any,
     layers: Any,
-    mesh: Mesh,
-    specs: Specs = None,
     *,
+    shardings: Any = None,
     axis: AxisName | None = None,
     local_batch: bool = False,
 ) -> Any:
     """`jax.lax.scan(block, carry, layers)` that gathers each layer while another runs.
 
-    For models in plain jit, and in `make_train_step` for parameters that its `scanned`
-    names. Put `jax.checkpoint` around `block`, or copies of a layer in another dtype
-    are kept. It has reverse-mode derivatives only.
+    In the loss of `make_train_step` it needs nothing else: the step knows how layers
+    are sharded, and ignores the other arguments. In plain jit `shardings` says it. Put
+    `jax.checkpoint` around `block`, or copies of a layer in another dtype are kept. It
+    has reverse-mode derivatives only.
 
     Args:
       block: `block(carry, layer)` returns the next carry and an output, as for a scan.
       carry: the carry of the first layer.
       layers: a tree of arrays (layers, ...): weights, and others such as keys.
-      mesh: the mesh that `layers` are sharded over.
-      specs: how `layers` are sharded: see `on_mesh`. None: as their types say, which on
-        Auto axes and in shard_map means replicated, so that nothing is gathered.
+      shardings: of `layers`, as `where` of `on_mesh`, such as those of `fsdp`. None: as
+        types show on Explicit axes; on others it is `jax.lax.scan`.
       axis: mesh axes over which layers are gathered, and which divide the batch; None
         for all. Over others, such as "tp", a layer stays sharded.
       local_batch: whether `block` gets each device's samples by themselves, as always
@@ -75,7 +74,7 @@ def scan_layers(
 
     Raises:
       ValueError: an axis that the mesh lacks; with the path, a leaf that is no array, a
-        spec that does not fit, or one that shards the axis of layers over `axis`;
+        sharding that does not fit, or one that shards the axis of layers over `axis`;
         different numbers of layers; arrays without a batch that `local_batch` promises.
 
     Examples:
@@ -83,37 +82,42 @@ def scan_layers(
       >>> layers = 2.0 * jnp.ones((3, 8))
       >>> def block(x, layer):
       ...     return x * layer, None
-      >>> x, _ = jm.scan_layers(block, jnp.ones(8), layers, mesh)
+      >>> everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+      >>> x, _ = jm.scan_layers(block, jnp.ones(8), layers, shardings=everywhere)
       >>> float(x[0])
       8.0
     """
     layers = checks.arrays("layers", layers)
-    names = checked_axes("axis", axis, mesh)
-    manual = {*jax.sharding.get_abstract_mesh().manual_axes} & {*names}
-    if manual:
-        names, local_batch = tuple(n for n in names if n in manual), False
-    treedef: Any
-    flat, treedef = jax.tree.flatten(layers)
-    lengths = {x.shape[:1] for x in flat}
+    lengths = {x.shape[:1] for x in jax.tree.leaves(layers)}
     if len(lengths) > 1 or () in lengths:
         expected = "one first axis, of layers, in all arrays"
         checks.refuse("first axes of layers", sorted(lengths), expected)
-    layout = Layout(mesh, specs)
-    if not manual:  # shards are smaller than what the specs are of
-        layout.of_leaves(layers)  # checks that they fit
-    of_layer, of_grad = _specs_of_layer(layers, layout, names, local_batch)
+    treedef: Any
+    flat, treedef = jax.tree.flatten(layers)
+    wire, manual = None, set[str]()
+    if scans := surroundings().scans:
+        wire, specs, numbers = scans.wire, scans.specs, scans.numbers(len(flat))
+        mesh, names, local_batch = wire.mesh, wire.axes, False
+        of_layer = of_grad = [specs.get(x, PartitionSpec()) for x in numbers]
+        flat = list(map(jaxprs.marked, flat, numbers))
+    else:
+        if shardings is None:
+            shardings = _shardings_of_types(layers)
+        if shardings is None:
+            return _plain_scan(block, carry, layers)
+        layout = Layout(shardings)
+        mesh, _ = layout.given(layers)
+        names = checked_axes("axis", axis, mesh)
+        manual = {*jax.sharding.get_abstract_mesh().manual_axes} & {*names}
+        if manual:  # shards are smaller than what the specs are of
+            names, local_batch = tuple(n for n in names if n in manual), False
+        else:
+            layout.of_leaves(layers)  # checks that they fit
+        of_layer, of_grad = _specs_of_layer(layers, layout, names, local_batch)
+    in_shards = local_batch or wire is not None or bool(manual)
     is_sharded = local_batch or any(map(any, of_layer))
     if not is_sharded or (0,) in lengths:
-        return jax.lax.scan(block, carry, layers)
-    if manual and (step := surroundings().scans):
-        if not step.scanned:
-            raise ValueError(
-                "scan_layers in the loss of make_train_step got whole parameters; "
-                "expected make_train_step(scanned=[...]), with patterns of the paths "
-                "of those that it is to gather"
-            )
-        pairs = zip(flat, of_layer, strict=True)
-        flat = [jaxprs.marked(x, mark(spec)) if any(spec) else x for x, spec in pairs]
+        return _plain_scan(block, carry, treedef.unflatten(flat))
     leaves = [*zip(of_layer, of_grad, (x.dtype for x in flat), strict=True)]
 
     def of_all(function: Function) -> Function:
@@ -122,8 +126,8 @@ def scan_layers(
             for x, leaf in zip(layer, leaves, strict=True)
         ]
 
-    exchange = _collectives if manual or local_batch else _constraints
-    gather, *scatters = map(of_all, exchange(mesh, names, leaves))
+    exchange = _collectives if in_shards else _constraints
+    gather, *scatters = map(of_all, exchange(mesh, names, leaves, wire))
     whose = "a first axis of samples, which the devices divide, or local_batch=False"
 
     def on_device(carry: Any, shards: list[Any], divided: list[Any]) -> Any:
@@ -159,7 +163,13 @@ def scan_layers(
             axis_names={*names},
             check_vma=False,
         )
-    return on_device(carry, jax.lax.stop_gradient(flat), flat)
+    with jax.named_scope(jaxprs.SCAN_LAYERS):
+        return on_device(carry, jax.lax.stop_gradient(flat), flat)
+
+
+def _plain_scan(block: Function, carry: Any, layers: Any) -> Any:
+    with jax.named_scope(jaxprs.SCAN_LAYERS):  # which `find_matrices` looks for
+        return jax.lax.scan(block, carry, layers)
 
 
 def _specs_of_layer(
@@ -169,8 +179,10 @@ def _specs_of_layer(
 
     With `divide` they divide gradients further.
     """
-    sizes, of_layer, of_grad = layout.mesh.shape, [], []
-    for path, x, spec in layout.given(layers):
+    (mesh, rows), of_layer, of_grad = layout.given(layers), [], []
+    sizes = mesh.shape
+    for path, x, sharding in rows:
+        spec = sharding.spec
         if any(only(spec, names)[:1]):
             raise ValueError(
                 f"layers at {path!r} with {spec} are divided along the axis of layers; "
@@ -183,13 +195,15 @@ def _specs_of_layer(
     return of_layer, of_grad
 
 
-def mark(spec: PartitionSpec) -> str:
-    """The name that marks layers which a step's loss gathers, for the step's check."""
-    return f"scan_layers over {spec_names(spec)}"
+def _shardings_of_types(layers: Any) -> Any:
+    """How types show that layers are sharded, or None if they do not."""
+    shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, layers)
+    explicit = any(map(is_explicit, jax.tree.leaves(layers)))
+    return shardings if explicit else None
 
 
 def _collectives(
-    mesh: Mesh, names: tuple[str, ...], leaves: Sequence[Any]
+    mesh: Any, names: tuple[str, ...], leaves: Sequence[Any], step: Wire | None
 ) -> tuple[Function, ...]:
     """How a device gathers an array over these mesh axes, and scatters its gradient.
 
@@ -197,7 +211,6 @@ def _collectives(
     with experts on 1024 GPUs products then wait 34 ms less. Outside of a step the
     shard_map sums a gradient over the axes that do not divide it.
     """
-    step = surroundings().scans
     wire = step or Wire(mesh, names)
 
     def gather(x: Any, spec: PartitionSpec, *_: Any) -> Any:
@@ -219,9 +232,7 @@ def _collectives(
     return gather, over_shards, *([over_replicas] if max(repeats) > 1 else [])
 
 
-def _constraints(
-    mesh: Mesh, names: tuple[str, ...], _: Sequence[Any]
-) -> tuple[Function, ...]:
+def _constraints(mesh: Any, names: tuple[str, ...], *_: Any) -> tuple[Function, ...]:
     """The same by sharding constraints, for XLA to carry out."""
     context = jax.sharding.get_abstract_mesh()
     on = mesh if context.empty else context

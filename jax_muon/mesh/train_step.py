@@ -9,61 +9,55 @@
 The first two run inside shard_map: plain jit promises no reduce-scatters.
 """
 
+import collections
 import dataclasses
 import functools
+import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_muon.base import checks, jaxprs, trees
 from jax_muon.base.array_types import setting
 from jax_muon.base.dtypes import wide
-from jax_muon.base.specs import divided_axes, dividing
-from jax_muon.mesh.layout import Layout, Specs, axes_of_layers
+from jax_muon.base.specs import dividing
+from jax_muon.mesh.layout import Placed, sharded
 from jax_muon.mesh.on_mesh import OnMesh
-from jax_muon.mesh.scan_layers import mark
-from jax_muon.mesh.wire import Wire
-from jax_muon.mesh.xla_options import gpu_options
+from jax_muon.mesh.wire import Scans, Wire
 
 Step = tuple[Any, Any, dict[str, Any]]  # parameters, state, metrics
 
 
 def make_train_step(
     loss_fn: Callable[..., Any],
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
+    tx: OnMesh,
     *,
-    specs: Specs = None,
-    scanned: Sequence[str] = (),
-    min_size: int = 1024,
     has_aux: bool = False,
     max_aux: Sequence[str] = (),
     weighted: bool = False,
     microbatches: int = 1,
     reduce_dtype: jax.typing.DTypeLike | None = None,
-    gather_dtype: jax.typing.DTypeLike | None = None,
     donate: bool = True,
 ) -> "TrainStep":
     """A jitted train step over a batch that is divided between all devices of a mesh.
 
-    Gradients and state are divided between all devices (ZeRO-2, arXiv 1910.02054).
+    The optimizer says where parameters are, and its `divide` how gradients and state
+    are divided further. All axes of its mesh divide the batch. Layers that the loss
+    gives to `scan_layers` and to nothing else stay sharded, and it gathers them one at
+    a time; all other parameters are gathered before the loss.
 
     Args:
-      loss_fn: `loss_fn(params, batch)` returns the mean loss of its device's batch, or
-        of all, if it calls collectives over axes of the mesh. Integers and booleans
-        among the parameters stay as they are.
-      tx: an optimizer, such as a recipe. Its update gets the loss as `value`, which
-        `optax.contrib.reduce_on_plateau` asks for.
-      mesh: a mesh of Auto or of Explicit axes, all of which divide the batch.
-      specs: see `on_mesh`. None: replicated, also on Explicit axes.
-      scanned: patterns of the paths of parameters that loss_fn gathers: it sees each
-        device's shards, which it may cast, slice and reshape, and gives to
-        `scan_layers` with these specs, and to nothing else.
-      min_size: leaves of fewer elements are sharded as `specs` says and no further.
+      loss_fn: `loss_fn(params, batch, *others)` returns the mean loss of its device's
+        batch, or of all, if it calls collectives over axes of the mesh. Integers and
+        booleans among the parameters stay as they are.
+      tx: an optimizer in `on_mesh`, around all other transforms. Its update gets the
+        loss as `value`, which `optax.contrib.reduce_on_plateau` asks for.
       has_aux: whether loss_fn returns a pair of the loss and a tree of arrays.
       max_aux: names of entries of the auxiliary output, a dictionary, whose maximum
         counts instead of the mean, and is an extra argument for `tx`, such as
@@ -73,43 +67,52 @@ def make_train_step(
         unless collectives or `scan_layers` take that NaN to other devices: then divide
         by `jnp.maximum(count, 1)`. With a weight below 0 all is NaN.
       microbatches: number of parts in which a device takes its batch, one by one. The
-        sum of their gradients is sent once, but for scanned layers.
+        sum of their gradients is sent once, but for layers of `scan_layers`.
       reduce_dtype: dtype in which gradients are sent; None for the parameters'.
-      gather_dtype: dtype in which parameters and updates are sent; None for their own.
       donate: whether parameters and state are updated in place.
 
     Returns:
       A `TrainStep`.
 
     Raises:
-      ValueError: at the first call, a batch that devices and microbatches do not
-        divide, output of loss_fn without what the flags promise, a parameter of
-        `scanned` that is used otherwise, and what `on_mesh` raises.
+      ValueError: an optimizer that is not in `on_mesh`; at the first call, a batch that
+        devices and microbatches do not divide, output of loss_fn without what the flags
+        promise, and what `on_mesh` raises.
 
     Examples:
       >>> def loss_fn(params, batch):
       ...     return jnp.mean((batch @ params["mlp"]) ** 2)
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
-      >>> tx = jm.nanochat(0.02, matrices={"*": "muon"})
-      >>> step = jm.make_train_step(loss_fn, tx, mesh)
+      >>> recipe = jm.nanochat(0.02, matrices={"*": "muon"})
+      >>> step = jm.make_train_step(loss_fn, jm.on_mesh(recipe, mesh, divide="data"))
       >>> params, state = step.init({"mlp": jnp.eye(64)})
       >>> batch = jnp.ones((jax.device_count(), 64))
       >>> params, state, metrics = step(params, state, batch)
       >>> float(metrics["loss"])
       1.0
     """
+    checks.kind("tx", tx, OnMesh, IN_ON_MESH)
     checks.count("microbatches", microbatches)
     checks.float_dtype("reduce_dtype", reduce_dtype)
-    checks.float_dtype("gather_dtype", gather_dtype)
     maxima = checks.strings("max_aux", max_aux)
-    patterns = checks.strings("scanned", scanned)
     loss = functools.partial(_outputs, loss_fn, has_aux, maxima, weighted)
-    specs = PartitionSpec() if specs is None else specs
-    divided = divided_axes(mesh.shape)
-    layout = Layout(mesh, specs, divided, min_size, axes_of_layers(tx))
-    wire = Wire(mesh, mesh.axis_names, gather_dtype, reduce_dtype, patterns)
-    on_mesh = OnMesh(tx, layout, gather_dtype)
-    return TrainStep(loss, on_mesh, wire, microbatches, donate)
+    return TrainStep(tx, loss, microbatches, reduce_dtype, donate)
+
+
+IN_ON_MESH = (
+    "what jax_muon.on_mesh returns, around all other transforms: "
+    "on_mesh(optax.chain(...), mesh, divide='data')"
+)
+_traces = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathers:
+    """How the parameters of a step are gathered."""
+
+    # For each: the number of the leaf of `scan_layers` that gathers it, or None.
+    numbers: list[str | None]
+    specs: dict[str, PartitionSpec]  # of one layer, by those numbers
 
 
 @dataclasses.dataclass(eq=False)
@@ -117,22 +120,21 @@ class TrainStep:
     """A train step, and the shardings of everything in it.
 
     `step.init(params)` returns the parameters and the optimizer's state, sharded as
-    they are between steps; `step(params, state, batch)` returns the new ones and
-    metrics: "loss", the mean over the whole batch, and with `has_aux` "aux", its mean
-    over devices and microbatches, or the maximum for entries in `max_aux`.
+    they are between steps; `step(params, state, batch, *others)` returns the new ones
+    and metrics: "loss", the mean over the whole batch, and with `has_aux` "aux", its
+    mean over devices and microbatches, or the maximum for entries in `max_aux`.
+
+    The first axis of every array in `batch` is divided between the devices. `others`
+    are trees of arrays that each device gets whole: class weights, say, or a teacher.
     """
 
+    tx: OnMesh
     _loss: Callable[..., "_Outputs"]
-    _optimizer: OnMesh
-    _wire: Wire
     _microbatches: int
+    _reduce_dtype: Any
     _donate: bool
     _jitted: Any = None
-
-    @property
-    def tx(self) -> optax.GradientTransformationExtraArgs:
-        """The optimizer on its mesh, for `describe`."""
-        return self._optimizer.transform()
+    _known: dict[Any, Gathers] = dataclasses.field(default_factory=dict)
 
     def init(self, params: optax.Params) -> tuple[Any, Any]:
         """The parameters, and the optimizer's state, in their shardings."""
@@ -140,78 +142,72 @@ class TrainStep:
         placed = jax.device_put(params, shardings[0])
         # A copy, since the first step donates its arguments: device_put may alias.
         copy = jax.jit(lambda *x: jax.tree.map(jnp.copy, x), out_shardings=shardings)
-        return cast(Any, copy(placed, self._optimizer.init(placed)))
+        return cast(Any, copy(placed, self.tx.init(placed)))
 
     def abstract(self, params: optax.Params) -> tuple[Any, Any]:
         """Shapes and shardings of parameters and state, to restore them into."""
-        return self._optimizer.abstract(params)
+        return self.tx.optimizer.abstract(params)
 
-    def __call__(self, params: Any, state: Any, batch: Any) -> Step:
+    def __call__(self, params: Any, state: Any, batch: Any, *others: Any) -> Step:
         """One step; see the class."""
         _check_alive(params, state)
-        return cast(Step, self._jit(params)(params, state, batch))
+        args = params, state, batch, *others
+        return cast(Step, self._jit(*args)(*args))
 
-    def lower(self, params: Any, state: Any, batch: Any) -> Any:
+    def lower(self, params: Any, state: Any, batch: Any, *others: Any) -> Any:
         """The step lowered for these arguments, or their shapes with shardings."""
-        return self._jit(params).lower(params, state, batch)
+        args = params, state, batch, *others
+        return self._jit(*args).lower(*args)
 
-    def compiler_options(self, params: Any) -> dict[str, Any]:
-        """XLA's options for these parameters, or their shapes; see `gpu_options`."""
-        layout = self._optimizer.layout
-        return gpu_options(
-            params,
-            layout.mesh,
-            matrices=None,  # what `scanned` does not name is gathered whole
-            gathers_first=any(map(any, layout.of_leaves(params)[1])),
-            scanned=self._wire.scanned,
-        )
+    def xla_options(
+        self, params: Any, state: Any, batch: Any, *others: Any
+    ) -> dict[str, Any]:
+        """XLA's options for these arguments, or their shapes, which the step uses."""
+        del state
+        numbers = self.gathers(params, batch, *others).numbers
+        return self.tx.optimizer.xla_options(params, by_layer=numbers)
 
-    def _jit(self, params: Any) -> Any:
-        """The jitted step, with the compiler's options for its first parameters."""
+    def _jit(self, *args: Any) -> Any:
+        """The jitted step, with the compiler's options for its first arguments."""
         if self._jitted is None:
             self._jitted = jax.jit(
                 self._step,
                 donate_argnums=(0, 1) if self._donate else (),
-                compiler_options=self.compiler_options(params) or None,
+                compiler_options=self.xla_options(*args) or None,
             )
         return self._jitted
 
-    def _step(self, params: Any, state: Any, batch: Any) -> Step:
-        layout, wire = self._optimizer.layout, self._wire
-        mesh, axes = layout.mesh, PartitionSpec(wire.axes)
-        number = mesh.size * self._microbatches
-        expected = (
-            f"arrays whose leading axis is a multiple of {number}, the devices "
-            f"({mesh.size}) times the microbatches ({self._microbatches})"
+    def _step(self, params: Any, state: Any, batch: Any, *others: Any) -> Step:
+        optimizer = self.tx.optimizer
+        placed = optimizer.layout.of_leaves(params)
+        mesh, axes = placed.mesh, PartitionSpec(placed.mesh.axis_names)
+        gathers = self.gathers(params, batch, *others)
+        of_params, of_state = (
+            [dividing(spec, mesh.shape) for spec in x]
+            for x in (placed.param_specs, placed.state_specs)
         )
-        checks.samples("batch", batch, number, expected)
+        # `scan_layers` sums gradients over all devices, sharded like the parameters.
+        rows = zip(of_params, of_state, gathers.numbers, strict=True)
+        of_grads = [x if number else y for x, y, number in rows]
+        treedef: Any = jax.tree.structure(params)
+        of_params, of_grads = map(treedef.unflatten, (of_params, of_grads))
         if AxisType.Explicit in mesh.axis_types:
             batch = jax.reshard(batch, NamedSharding(mesh, axes))
-        names, *both = layout.of_leaves(params)
-        of_params, of_state = ([dividing(spec, mesh.shape) for spec in x] for x in both)
-        trees.check_patterns_match("scanned", wire.scanned, names)
-        held = [
-            any(spec) and any(trees.matches(pattern, name) for pattern in wire.scanned)
-            for name, spec in zip(names, of_params, strict=True)
-        ]
-        # `scan_layers` sums gradients over all devices, sharded like the parameters.
-        rows = zip(of_params, of_state, held, strict=True)
-        of_grads = [x if is_held else y for x, y, is_held in rows]
-        treedef: Any = jax.tree.structure(params)
-        specs, of_grads, held = map(treedef.unflatten, (of_params, of_grads, held))
-        with setting(scans=wire):
-            # With check_vma=True, the gradient of a parameter that devices share would
-            # be summed already, loops could not start from constants, and a loss that
-            # ends in a pmean would have a gradient too small by the number of devices.
-            grads, maxima, metrics = jax.shard_map(
-                functools.partial(self._gradients, specs, of_grads, held),
-                mesh=mesh,
-                in_specs=(specs, axes),
-                out_specs=(of_grads, PartitionSpec(), PartitionSpec()),
-                check_vma=False,
-            )(params, batch)
+            others = jax.reshard(others, NamedSharding(mesh, PartitionSpec()))
+        # With check_vma=True, the gradient of a parameter that devices share would be
+        # summed already, loops could not start from constants, and a loss that ends in
+        # a pmean would have a gradient too small by the number of devices.
+        grads, maxima, metrics = jax.shard_map(
+            functools.partial(
+                self._gradients, self._wire(placed), of_params, of_grads, gathers
+            ),
+            mesh=mesh,
+            in_specs=(of_params, axes, PartitionSpec()),
+            out_specs=(of_grads, PartitionSpec(), PartitionSpec()),
+            check_vma=False,
+        )(params, batch, others)
         extra = {"value": metrics["loss"], **maxima}
-        updates, state = self._optimizer.update(grads, state, params, **extra)
+        updates, state = optimizer.update(grads, state, params, **extra)
         after = jax.tree.map(
             lambda old, new: new if jnp.issubdtype(old.dtype, jnp.inexact) else old,
             params,
@@ -219,32 +215,163 @@ class TrainStep:
         )
         return after, state, metrics
 
+    def _wire(self, placed: Placed) -> Wire:
+        axes, dtype = placed.mesh.axis_names, self.tx.optimizer.gather_dtype
+        return Wire(placed.mesh, axes, dtype, self._reduce_dtype)
+
+    # --- what the loss gives to `scan_layers` -----------------------------------------
+
+    def gathers(self, params: Any, batch: Any, *others: Any) -> Gathers:
+        """Which parameters `scan_layers` gathers, by a trace of the loss.
+
+        Warns of layers that are given to it and have to be gathered whole.
+        """
+        leaves, treedef = jax.tree.flatten((params, batch, others))
+        key = treedef, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        if key not in self._known:
+            self._known[key] = self._look(params, batch, others)
+        return self._known[key]
+
+    def _look(self, params: Any, batch: Any, others: Any) -> Gathers:
+        placed = self.tx.optimizer.layout.of_leaves(params)
+        self._check_batch(placed, batch)
+        specs = [dividing(spec, placed.mesh.shape) for spec in placed.param_specs]
+        if not sharded(specs):
+            return Gathers([None] * len(specs), {})
+        uses = self._uses(placed, params, batch, others)
+        # Specs of a layer of what comes with each mark; None where it cannot be held.
+        of_mark: dict[str, set[Any]] = collections.defaultdict(set)
+        for spec, of_leaf in zip(specs, uses, strict=True):
+            held = len(of_leaf) == 1 and not any(spec[:1])
+            for use in of_leaf:
+                of_mark[use.mark].add(PartitionSpec(*spec[1:]) if held else None)
+        of_layer = {
+            mark: spec
+            for mark, found in of_mark.items()
+            for spec in found
+            if mark and len(found) == 1 and any(spec or ())
+        }
+        marks = [{use.mark for use in of_leaf} - {""} for of_leaf in uses]
+        numbers = [next(iter(found & of_layer.keys()), None) for found in marks]
+        for i, number in enumerate(numbers):
+            if marks[i] and any(specs[i]) and number is None:
+                why = f"it is used by {', '.join(map(str, uses[i]))}"
+                if any(specs[i][:1]):
+                    why = f"it is sharded along its layers, by {specs[i]}"
+                warnings.warn(
+                    f"parameter {placed.paths[i]!r} is gathered whole, all layers at "
+                    f"once: {why}; expected one scan_layers and nothing else",
+                    stacklevel=2,
+                )
+        return Gathers(numbers, of_layer)
+
+    def _uses(
+        self, placed: Placed, params: Any, batch: Any, others: Any
+    ) -> list[list[jaxprs.LayerUse]]:
+        """How the loss uses each whole parameter on a device."""
+        uses: list[list[jaxprs.LayerUse]] = []
+        mesh, axes = placed.mesh, PartitionSpec(placed.mesh.axis_names)
+
+        def look(params: Any, batch: Any, others: Any) -> tuple[()]:
+            first = jax.tree.map(lambda x: x[0], self._parts(batch))
+            scans = Scans(self._wire(placed), {})
+            uses.extend(self._trace(scans, params, first, others)[0])
+            return ()
+
+        specs = PartitionSpec(), axes, PartitionSpec()
+        shapes = [
+            jax.tree.map(functools.partial(_shape, NamedSharding(mesh, spec)), tree)
+            for tree, spec in zip((params, batch, others), specs, strict=True)
+        ]
+        look = jax.shard_map(
+            look, mesh=mesh, in_specs=specs, out_specs=(), check_vma=False
+        )
+        jax.eval_shape(look, *shapes)
+        return uses
+
+    def _trace(
+        self, scans: Scans, params: Any, part: Any, others: Any
+    ) -> tuple[list[list[jaxprs.LayerUse]], Callable[..., Any]]:
+        """How the loss uses each parameter, and the loss as traced."""
+        # With an axis of its own a trace finds no function that JAX remembers from
+        # another one, in which `scan_layers` did something else.
+        axis = f"trace {next(_traces)} of jax_muon"
+        with setting(scans=scans):
+            trace = jax.make_jaxpr(self._loss, axis_env=[(axis, 1)], return_shape=True)
+            closed, results = trace(params, part, *others)
+        count = len(jax.tree.leaves(params))
+
+        def loss(*args: Any) -> Any:
+            flat = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+            return jax.tree.unflatten(jax.tree.structure(results), flat)
+
+        return jaxprs.uses_of_layers(closed.jaxpr, closed.jaxpr.invars[:count]), loss
+
+    def _check_batch(self, placed: Placed, batch: Any) -> None:
+        """Arrays need a first axis that the devices divide; warn if these differ."""
+        number = placed.mesh.size * self._microbatches
+        expected = (
+            f"arrays whose leading axis is a multiple of {number}, the devices "
+            f"({placed.mesh.size}) times the microbatches ({self._microbatches}); what "
+            "has no samples goes into others: step(params, state, batch, *others)"
+        )
+        checks.samples("batch", batch, number, expected)
+        sizes: dict[int, str] = {}
+        for path, x in jax.tree.leaves_with_path(batch):
+            sizes.setdefault(len(x), f"batch{jax.tree_util.keystr(path)} {x.shape}")
+        if len(sizes) > 1:
+            warnings.warn(
+                f"{' and '.join(sizes.values())} have different first axes, and each "
+                "is divided between the devices; expected samples along all of them, "
+                "and what every device needs whole in others: step(params, state, "
+                "batch, *others)",
+                stacklevel=2,
+            )
+
     # --- on each device, inside shard_map ---------------------------------------------
 
-    def _gradients(
-        self, of_params: Any, of_grads: Any, held: Any, params: Any, batch: Any
-    ) -> tuple[Any, Any, dict[str, Any]]:
-        """This device's shard of the mean gradient, by `of_grads`; maxima; metrics.
-
-        The loss gathers those parameters itself that are `held`.
-        """
-        count, wire = self._microbatches, self._wire
-        parts = jax.tree.map(
+    def _parts(self, batch: Any) -> Any:
+        """A device's batch, as microbatches along a new first axis."""
+        count = self._microbatches
+        return jax.tree.map(
             lambda x: x.reshape(count, len(x) // count, *x.shape[1:]), batch
         )
+
+    def _gradients(
+        self,
+        wire: Wire,
+        of_params: Any,
+        of_grads: Any,
+        gathers: Gathers,
+        params: Any,
+        batch: Any,
+        others: Any,
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """This device's shard of the mean gradient, by `of_grads`; maxima; metrics."""
+        count, parts = self._microbatches, self._parts(batch)
         first = jax.tree.map(lambda x: x[0], parts)
+        treedef: Any = jax.tree.structure(params)
+        held = treedef.unflatten([number is not None for number in gathers.numbers])
         whole = jax.tree.map(
             lambda x, spec, held: x if held else wire.gather(x, spec),
             *(params, of_params, held),
         )
-        if wire.scanned:
-            self._check_scanned(whole, first, of_params, held)
-        of_part = functools.partial(self._of_part, held, whole)
+        loss = self._loss
+        if gathers.specs:
+            scans = Scans(wire, gathers.specs)
+            uses, loss = self._trace(scans, whole, first, others)
+            rows = zip(uses, gathers.numbers, strict=True)
+            if any(number and [x.mark for x in of] != [number] for of, number in rows):
+                raise ValueError(
+                    "loss_fn gives other parameters to scan_layers when it is traced "
+                    "a second time; expected the same calls in the same order"
+                )
+        of_part = functools.partial(self._of_part, loss, wire, held, whole, others)
         (total, sums, aux), maxima = (
             of_part(first) if count == 1 else _sum_over(of_part, parts, first)
         )
         # A batch in which nothing counts has no gradient.
-        loss, grads = _times(sums, jnp.where(total == 0, 0, 1 / total))
+        value, grads = _times(sums, jnp.where(total == 0, 0, 1 / total))
 
         def scatter(g: Any, x: Any, spec: Any, held: bool) -> Any:
             kind = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else g.dtype
@@ -253,7 +380,7 @@ class TrainStep:
 
         grads = jax.tree.map(scatter, grads, params, of_grads, held)
         maxima = jax.lax.pmax(maxima, wire.axes)
-        metrics = {"loss": jax.lax.pmean(loss, wire.axes)}
+        metrics = {"loss": jax.lax.pmean(value, wire.axes)}
         if aux is not None:
             aux = jax.tree.map(
                 lambda x: jax.lax.psum(wide(x), wire.axes).astype(x.dtype), aux
@@ -261,20 +388,22 @@ class TrainStep:
             metrics["aux"] = aux | maxima if maxima else aux
         return grads, maxima, metrics
 
-    def _of_part(self, held: Any, params: Any, part: Any) -> tuple[Any, Any]:
+    def _of_part(
+        self, loss_fn: Any, wire: Wire, held: Any, params: Any, others: Any, part: Any
+    ) -> tuple[Any, Any]:
         """One microbatch: its weight, this device's part of its mean times that weight.
 
         These parts are not divided by the number of devices yet.
         """
         loss, pull, (weight, aux, maxima) = jax.vjp(
-            lambda params: self._loss(params, part), params, has_aux=True
+            lambda params: loss_fn(params, part, *others), params, has_aux=True
         )
-        devices = self._wire.mesh.size
+        devices = wire.mesh.size
         total, mean, share = jnp.asarray(devices, float), wide(loss), 1.0
         if weight is not None:
             # Collectives in the loss mix the cotangents of devices, so these have to be
             # in the ratio of the weights. They are 1 on average, as float16 needs it.
-            total = jax.lax.psum(weight, self._wire.axes)
+            total = jax.lax.psum(weight, wire.axes)
             share = weight * devices / jnp.where(total == 0, 1, total)
             mean = jnp.where(weight == 0, 0, mean * share)
         cotangent = jnp.asarray(share, loss.dtype)
@@ -296,30 +425,6 @@ class TrainStep:
         aux = jax.tree.map(lambda x: jnp.asarray(x) / count, aux)
         return (total, _times(means, total), aux), maxima
 
-    def _check_scanned(self, params: Any, part: Any, of_params: Any, held: Any) -> None:
-        """Refuse a loss that uses a parameter otherwise than `scanned` says."""
-        try:
-            jaxpr = jax.make_jaxpr(self._loss)(params, part).jaxpr
-        except Exception as error:
-            error.add_note(
-                f"scanned={self._wire.scanned}: loss_fn sees each device's shards of "
-                "these parameters; expected that it gives them to scan_layers, with "
-                "the specs of make_train_step"
-            )
-            raise
-        names = [path for path, _ in trees.leaves_with_paths(params)]
-        specs, held = map(jax.tree.leaves, (of_params, held))
-        rows = zip(names, specs, held, jaxpr.invars, strict=False)  # the batch's last
-        for path, spec, is_held, variable in rows:
-            found, is_result = jaxprs.uses(jaxpr, {variable})
-            if is_held and (found != [mark(spec)] or any(is_result)):
-                raise ValueError(
-                    f"scanned: loss_fn uses {path!r}, sharded by {spec}, for "
-                    f"{', '.join(found) or 'nothing'}; expected one {mark(spec)} and "
-                    "nothing else, or a pattern that leaves it out, so that it is "
-                    "gathered before the loss"
-                )
-
 
 # The loss, and its weight, auxiliary output and maxima: None and {} without such.
 _Outputs = tuple[Any, tuple[Any, Any, dict[str, Any]]]
@@ -332,9 +437,12 @@ def _outputs(
     weighted: bool,
     params: Any,
     batch: Any,
+    *others: Any,
 ) -> _Outputs:
     """What a loss function returns, in one form; see `make_train_step`."""
-    loss, weight, aux = loss_fn(params, batch), None, None
+    # Anew, since a variable of NNX can change only in the trace that made it.
+    args = jax.tree.map(lambda x: x, (batch, *others))
+    loss, weight, aux = loss_fn(params, *args), None, None
     if has_aux:
         loss, aux = _pair("has_aux", loss)
     if weighted:
@@ -386,13 +494,24 @@ def _times(tree: Any, factor: Any) -> Any:
     return jax.tree.map(lambda x: x * factor.astype(x.dtype), tree)
 
 
+def _shape(sharding: NamedSharding, x: Any) -> jax.ShapeDtypeStruct:
+    shape, dtype = jnp.shape(x), jnp.result_type(x)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
 def _check_alive(params: Any, state: Any) -> None:
     """Refuse deleted arrays: JAX ends the process when several devices get them."""
-    for path, x in trees.leaves_with_paths({"params": params, "state": state}):
-        traced = isinstance(x, jax.core.Tracer)
-        if isinstance(x, jax.Array) and not traced and x.is_deleted():
-            raise ValueError(
-                f"{path!r} of shape {x.shape} is deleted: an earlier call updated it "
-                "in place; expected params, state, metrics = step(params, state, "
-                "batch), or make_train_step(donate=False)"
-            )
+    both = {"params": params, "state": state}
+    if not any(map(_is_deleted, jax.tree.leaves(both))):
+        return  # without a path for each array: 2 ms for 436 of them
+    path, x = next(x for x in trees.leaves_with_paths(both) if _is_deleted(x[1]))
+    raise ValueError(
+        f"{path!r} of shape {x.shape} is deleted: an earlier call updated it in place; "
+        "expected params, state, metrics = step(params, state, batch), or "
+        "make_train_step(donate=False)"
+    )
+
+
+def _is_deleted(x: Any) -> bool:
+    traced = isinstance(x, jax.core.Tracer)
+    return isinstance(x, jax.Array) and not traced and x.is_deleted()

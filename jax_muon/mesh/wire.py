@@ -1,10 +1,11 @@
 """Gathers and sums of sharded arrays over mesh axes, inside shard_map."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jax_muon.base.dtypes import wide, wire_dtype
 from jax_muon.base.specs import only, spec_names
@@ -14,11 +15,10 @@ from jax_muon.base.specs import only, spec_names
 class Wire:
     """How arrays are sent over mesh axes; see `make_train_step`."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     axes: tuple[str, ...]  # that divide the batch
     gather_dtype: Any = None
     reduce_dtype: Any = None
-    scanned: tuple[str, ...] = ()
 
     def gather(self, x: Any, spec: PartitionSpec) -> Any:
         """The whole array along these axes."""
@@ -40,10 +40,35 @@ class Wire:
         if not rest:  # nothing is sent, nor rounded for that
             return wide(g)
         g = g.astype(wire_dtype(dtype, self.reduce_dtype))
-        if self.mesh.devices.flat[0].platform == "cpu":
+        if platform_of(self.mesh) == "cpu":
             g = wide(g)  # as XLA:CPU would; it crashes if the mesh has other axes
         for axis, names in enumerate(only(spec, rest)):
             if names:
                 g = jax.lax.psum_scatter(g, names, scatter_dimension=axis, tiled=True)
         rest = [name for name in rest if name not in spec_names(spec)]
         return wide(jax.lax.psum(g, rest) if rest else g)
+
+
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """That of its devices; of this process's, for a mesh that types show."""
+    on = jax.devices() if isinstance(mesh, AbstractMesh) else mesh.devices.flat
+    return str(on[0].platform)
+
+
+@dataclasses.dataclass
+class Scans:
+    """The calls of `scan_layers` in the loss of a train step, while it is traced.
+
+    A step traces its loss twice. First all parameters are whole, and every leaf of
+    every call is marked with a number: "0 1" is leaf 1 of call 0. The step sees which
+    parameter comes with each number, and gives its spec to the second trace.
+    """
+
+    wire: Wire
+    specs: Mapping[str, PartitionSpec]  # of layers, by number; {} at first
+    calls: int = 0
+
+    def numbers(self, leaves: int) -> list[str]:
+        """The numbers of the leaves of the next call."""
+        self.calls += 1
+        return [f"{self.calls - 1} {leaf}" for leaf in range(leaves)]

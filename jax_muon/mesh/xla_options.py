@@ -7,12 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
-
-from jax_muon.base import checks, specs, trees
-from jax_muon.matrices.find import Reader
-from jax_muon.mesh.layout import read_layers
 
 # Number of buckets in which all parameters are sent; XLA's own hold 30 MB, a tenth of a
 # small model. The first product has nothing before it to hide transfers under, so
@@ -39,60 +34,34 @@ XLA_GATHERS_LAYERS = {
 }
 
 
-def gpu_options(
-    params: Any,
+def of_leaves(
     mesh: Mesh,
-    *,
-    matrices: Reader,
-    axis: specs.AxisName | None = None,
-    gathers_first: bool = True,
-    scanned: Sequence[str] = (),
+    axes: Sequence[str],
+    leaves: Sequence[tuple[int, int]],
+    gathers_first: bool,
+    xla_gathers_layers: bool = False,
 ) -> dict[str, Any]:
-    """Compiler options for a train step with these parameters on this mesh.
-
-    `make_train_step` uses them already. For your own step around `on_mesh`:
-    `jax.jit(step, compiler_options=gpu_options(params, mesh, matrices=matrices))`.
-    Leaves are sent in buckets by the model's size, or of a layer of `scan_layers`; a
-    transfer starts when its input is there, and ten are in flight. If XLA gathers
-    layers itself, in a `jax.lax.scan` in plain jit, they are MaxText's options. What
-    this jaxlib does not know is left out.
+    """Compiler options for a train step on this mesh.
 
     Args:
-      params: the parameters, or their shapes.
       mesh: the mesh that the step runs on.
-      matrices: as in `partition`, to see what axes a `jax.lax.scan` in plain jit takes;
-        None if no scan takes parameters that XLA gathers.
-      axis: mesh axes that divide the batch; None for all.
+      axes: mesh axes that divide the batch.
+      leaves: bytes of each parameter, and how many layers it has if `scan_layers`
+        gathers these one at a time, or else 0.
       gathers_first: whether parameters are sharded between steps and gathered when one
         begins; otherwise updates are gathered at its end.
-      scanned: patterns of the paths of parameters that `scan_layers` gathers.
+      xla_gathers_layers: whether a plain scan takes layers that are sharded.
 
     Returns:
       Options for `jax.jit`; {} on one device, and for devices other than GPUs.
-
-    Examples:
-      >>> mesh = jax.make_mesh((1,), ("data",))
-      >>> jm.gpu_options({"mlp": jnp.ones((64, 256))}, mesh, matrices=None)
-      {}
     """
-    names = specs.checked_axes("axis", axis, mesh)
-    params = checks.arrays("params", params)
-    patterns = checks.strings("scanned", scanned)
-    leaves = trees.leaves_with_paths(params)
-    trees.check_patterns_match("scanned", patterns, [path for path, _ in leaves])
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return {}
-    has_scan = any(read_layers(matrices, params).values())
-    if has_scan and gathers_first and not patterns:
+    layer = sum(size / layers for size, layers in leaves if layers)  # bytes of one
+    if xla_gathers_layers and not layer:
         return _known(XLA_GATHERS_LAYERS)
-    sizes = [mesh.shape[name] for name in names]
+    sizes, total = [mesh.shape[name] for name in axes], sum(size for size, _ in leaves)
     parts = mesh.size // math.prod(sizes)
-    total, layer = 0, 0.0  # bytes of all parameters, and of one layer that is gathered
-    for path, x in leaves:
-        size = x.size * np.dtype(x.dtype).itemsize
-        total += size
-        if any(trees.matches(pattern, path) for pattern in patterns):
-            layer += size / max([1, *x.shape[:1]])
     # Bytes received: a whole leaf by a gather, one shard of it by a scatter.
     buckets = GATHERS_FIRST if gathers_first else GATHERS_LAST
     gather = max(LEAST_BUCKET, total / buckets)

@@ -20,8 +20,9 @@ from jax_muon.base import array_types, checks, facts, specs, trees
 from jax_muon.base.tables import aligned, shape_text, sizes_text
 from jax_muon.matrices.find import trained
 from jax_muon.matrices.matrices import Parameter
-from jax_muon.mesh import owners, plan
-from jax_muon.mesh.on_mesh import abstract_state
+from jax_muon.mesh import hardware, plan
+from jax_muon.mesh.on_mesh import typed_state
+from jax_muon.mesh.train_step import TrainStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,8 @@ class DescribedParameter:
       spec: its sharding on the mesh of `on_mesh`, or in its type, or None.
       state_spec: the sharding of its gradient and state, or None.
       residual: dtype of the residual that `keep_residual` keeps for it, or None.
+      by_layer: whether `scan_layers` gathers it a layer at a time, in a train step;
+        otherwise, if sharded, it is gathered whole before the loss.
     """
 
     parameter: Parameter
@@ -47,6 +50,7 @@ class DescribedParameter:
     spec: PartitionSpec | None
     state_spec: PartitionSpec | None
     residual: str | None
+    by_layer: bool = False
 
     @property
     def bytes(self) -> int:
@@ -108,6 +112,16 @@ class Description:
                 f"residuals in {', '.join(map(str, residuals))}; without, not bfloat16 "
                 f"or float16: {', '.join(without) or 'none'}"
             )
+        if by_layer := [x.parameter.path for x in self.parameters if x.by_layer]:
+            whole = [
+                x.parameter.path
+                for x in self.parameters
+                if not x.by_layer and sharding_text(x.spec, self.sizes) != "whole"
+            ]
+            lines.append(
+                f"gathered a layer at a time: {', '.join(by_layer)}; whole, before the "
+                f"loss: {', '.join(whole) or 'none'}"
+            )
         return "\n".join([*lines, "", *self._work()] if self.sizes else lines)
 
     def _work(self) -> list[str]:
@@ -137,19 +151,18 @@ class Description:
 
 
 def describe(
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | TrainStep,
     params: Any,
-    *,
-    devices_per_host: int = owners.DEVICES_PER_HOST,
+    *batch: Any,
     **extra_args: Any,
 ) -> Description:
     """What an optimizer will do with each parameter: a table, and data to assert on.
 
     Args:
-      tx: any optimizer, in `on_mesh` or not.
+      tx: any optimizer, in `on_mesh` or not; or what `make_train_step` returns.
       params: the model as in `find_matrices`, or shapes (`jax.ShapeDtypeStruct`).
-      devices_per_host: number of neighbours on the mesh with faster links among them,
-        such as the GPUs of a host, or a pod; for the bytes between hosts.
+      *batch: for a train step, its batch and others, or their shapes, which show what
+        the step gathers a layer at a time, and what whole.
       **extra_args: arguments of `tx.update`, such as `max_logits`, or their shapes.
 
     Returns:
@@ -169,9 +182,14 @@ def describe(
       >>> [x.parameter.label for x in found.parameters]
       ['muon', 'adamw']
     """
+    step, tx = tx, tx.tx if isinstance(tx, TrainStep) else tx
     tx = checks.as_transform("tx", tx)
     params = checks.arrays("params", trained(params))
-    checks.count("devices_per_host", devices_per_host)
+    gathers: list[str | None] = []
+    if isinstance(step, TrainStep):
+        gathers = step.gathers(params, *batch).numbers
+    elif batch:
+        checks.refuse("batch", batch, "none, unless tx is a step of make_train_step")
     shapes = jax.tree.map(_shape, params)
     arrays, others = array_types.arrays_and_others(extra_args)
 
@@ -186,13 +204,19 @@ def describe(
         for path, x in trees.leaves_with_paths(shapes)
         if x.sharding is not None
     }
-    sizes, summed = recorded.sizes, ()
-    for optimizer, names, *both in recorded.on_mesh:
-        layout = optimizer.layout
-        state = abstract_state(tx, shapes, layout.mesh)
-        sizes |= layout.mesh.shape
-        summed = layout.divide
-        shardings |= dict(zip(names, zip(*both, strict=True), strict=True))
+    sizes: dict[str, int] = recorded.sizes
+    summed: tuple[str, ...] = ()
+    per_host = hardware.DEVICES_PER_HOST
+    by_layer: dict[str, str | None] = {}
+    for optimizer, placed in recorded.on_mesh:
+        state = typed_state(tx, shapes, placed)
+        sizes |= placed.mesh.shape
+        per_host = optimizer.devices_per_host(placed.mesh)
+        divide = None if gathers else optimizer.layout.divide
+        summed = specs.checked_axes("divide", divide, placed.mesh)
+        both = zip(placed.param_specs, placed.state_specs, strict=True)
+        shardings |= dict(zip(placed.paths, both, strict=True))
+        by_layer |= dict(zip(placed.paths, gathers, strict=False))
     joined = recorded.joined  # only of parameters that are orthogonalized
     read = _rows(shapes, recorded.parameters)
     state_bytes = _bytes_by_path(state, [parameter.path for parameter in read])
@@ -212,6 +236,7 @@ def describe(
             spec,
             of_state,
             residuals.get(trees.nearest_prefix(residuals, path) or ""),
+            bool(by_layer.get(trees.nearest_prefix(by_layer, path) or "")),
         )
 
     leaves = tuple(map(described, read))
@@ -241,7 +266,7 @@ def describe(
         },
         {what: sum(x.sent_bytes for x in sent) for what, sent in transfers.items()},
         {
-            what: sum(x.bytes_between_hosts(devices_per_host) for x in sent)
+            what: sum(x.bytes_between_hosts(per_host) for x in sent)
             for what, sent in transfers.items()
         },
     )

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_muon.base import checks, facts, trees
 from jax_muon.base.tables import aligned
 from jax_muon.mesh.on_mesh import OnMesh
+from jax_muon.mesh.train_step import IN_ON_MESH
 
 # By bits of the narrowest floating-point dtype in the program. On the matrices of the
 # tests, float32 differed by 3e-6 and bfloat16 by 2.5e-2.
@@ -62,9 +63,7 @@ class Verification:
         return "\n".join([*aligned(rows, numbers=2), *self.remarks, *verdict])
 
 
-def verify(
-    tx: optax.GradientTransformation, params: optax.Params, **extra_args: Any
-) -> Verification:
+def verify(tx: OnMesh, params: optax.Params, **extra_args: Any) -> Verification:
     """Compare an optimizer on a mesh with the same optimizer on one device.
 
     Two updates of random parameters by random gradients are compared, and one without
@@ -90,10 +89,8 @@ def verify(
       >>> jm.verify(tx, shapes).ok
       True
     """
-    on_mesh = getattr(getattr(tx, "update", None), "__self__", None)
-    if not isinstance(on_mesh, OnMesh):
-        expected = "what on_mesh returns, with on_mesh around all other transforms"
-        checks.refuse("tx", tx, expected)
+    checks.kind("tx", tx, OnMesh, IN_ON_MESH)
+    optimizer = tx.optimizer
     params = checks.arrays("params", params)
     random = np.random.default_rng(0)
     whole, *grads = (
@@ -102,13 +99,10 @@ def verify(
     # So small that a sign flipped by rounding, in cautious decay, is below every bound.
     start = jax.tree.map(lambda x: (x * 1e-4).astype(x.dtype), whole)
     runs = [(start, grads), (whole, [jax.tree.map(np.zeros_like, whole)])]
-    layout, dtype = on_mesh.layout, on_mesh.gather_dtype
-    shardings = jax.tree.unflatten(
-        jax.tree.structure(params),
-        [NamedSharding(layout.mesh, spec) for spec in layout.of_leaves(params)[1]],
-    )
+    dtype = optimizer.gather_dtype
+    shardings = jax.tree.map(lambda x: x.sharding, optimizer.abstract(params)[0])
     rounding = 0.0 if dtype is None else float(jnp.finfo(dtype).eps) / 2
-    return compare(on_mesh.tx, tx, runs, shardings, rounding=rounding, **extra_args)
+    return compare(optimizer.tx, tx, runs, shardings, rounding=rounding, **extra_args)
 
 
 def compare(

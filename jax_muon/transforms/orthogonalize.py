@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jax_muon.base import checks, facts, trees
-from jax_muon.base.array_types import mesh_of_types
+from jax_muon.base.array_types import mesh_of_types, surroundings
 from jax_muon.base.specs import dividing
 from jax_muon.matrices.joins import (
     Factors,
@@ -31,7 +31,7 @@ def orthogonalize(
     *,
     matrices: Matrices | None = None,
     small: int = 65536,
-    team: int = 8,
+    team: int | None = None,
 ) -> optax.GradientTransformation:
     """Replace every matrix by its polar factor: same directions, singular values one.
 
@@ -50,8 +50,9 @@ def orthogonalize(
       small: matrices with fewer elements are computed by all devices that hold them,
         and gathered if they are sharded.
       team: most devices that share the work on one matrix, next to each other on the
-        mesh, such as the GPUs of a host, where that takes less time by a count of bytes
-        and FLOPs. It needs a method `shared_dtype` of `polar`, as `NewtonSchulz` has.
+        mesh, where that takes less time by a count of bytes and FLOPs. None: the
+        devices of a host, see `on_mesh`. It needs a method `shared_dtype` of `polar`,
+        as `NewtonSchulz` has.
 
     Raises:
       ValueError: at init and update, with path and shape, for a parameter that is not
@@ -70,7 +71,8 @@ def orthogonalize(
         expected += checks.injected(polar, "polar")
         checks.refuse("polar", polar, expected)
     checks.count("small", small, least=0)
-    checks.count("team", team)
+    if team is not None:
+        checks.count("team", team)
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
         params = checks.arrays("params", params)
@@ -93,7 +95,7 @@ def orthogonalize(
             leaves = _map_matrices(factors, parameters, names, joined, leaves)
             return jax.tree.unflatten(structure, leaves), state
 
-        sizes = dict(mesh.shape)
+        sizes, devices_per_host = dict(mesh.shape), surroundings().devices_per_host
         specs = [dividing(jax.typeof(x).sharding.spec, sizes) for x in leaves]
         specs, joined, pools = owners.local_matrices(
             parameters, names, leaves, specs, mesh
@@ -104,7 +106,8 @@ def orthogonalize(
             pools,
             sizes,
             small=small,
-            team=team,
+            team=devices_per_host if team is None else team,
+            devices_per_host=devices_per_host,
             shared_dtype=getattr(polar, "shared_dtype", None),
             # The groups of `partition` start at different owners.
             start=zlib.crc32(" ".join(labels).encode()),

@@ -133,12 +133,12 @@ def train_lm1b(load, monkeypatch, workdir, recipe, sizes):
         )
 
     def setup_on_mesh(model, tx, config, key, mesh):
-        """Specs from the logical axes, which the example unboxes before its steps."""
+        """Shardings by logical axes, which the example unboxes before its steps."""
         models.append(model)
         boxed = jax.eval_shape(model.init, key, np.ones((1, LENGTH)))["params"]
         names, rules = linen.get_partition_spec(boxed), config.logical_axis_rules
-        specs = linen.logical_to_mesh_sharding(names, mesh, rules)
-        state, shardings = setup(model, jm.on_mesh(tx, mesh, specs), config, key, mesh)
+        where = linen.logical_to_mesh_sharding(names, mesh, rules)
+        state, shardings = setup(model, jm.on_mesh(tx, where), config, key, mesh)
         states.append(jax.device_get(state.params))
         return state, shardings
 

@@ -33,6 +33,6 @@ def reading(model, train_ds):
 def sharded(tx, params):
     """Arguments of `kd.train.Trainer`; `params` is a `kd.sharding.FSDPSharding`."""
     return {
-        "optimizer": jm.on_mesh(tx, kd.sharding.DEVICES_MESH, specs=params),
+        "optimizer": jm.on_mesh(tx, params),
         "sharding": kd.sharding.ShardingStrategy(params=params),
     }

@@ -40,8 +40,8 @@ def test_gradients_with_divided_parameters(remat, rng):
 
     tokens = rng.integers(0, WORDS, (16, LENGTH + 1), np.int32)
     value, expected = jax.jit(jax.value_and_grad(loss))(params, tokens)
-    specs = jm.divided_specs(params, mesh, "data", min_size=1)
-    step = jm.make_train_step(loss, optax.sgd(1.0), mesh, specs=specs, min_size=1)
+    shardings = jm.fsdp(params, mesh, jm.find_matrices(params, loss, tokens), "data")
+    step = jm.make_train_step(loss, jm.on_mesh(optax.sgd(1.0), shardings))
     after, _, metrics = step(*step.init(params), tokens)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     jax.tree.map(

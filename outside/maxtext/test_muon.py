@@ -91,12 +91,9 @@ def run(tx, params, grads):
 def test_three_steps_agree(settings, axis_type, layers, rng, x64):
     """Theirs with its all-to-all, ours with `on_mesh`, both on a mesh of (4, 2)."""
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), 2 * (axis_type,))
-    specs = {path: leaf[3] for path, leaf in LEAVES.items()}
+    where = {path: NamedSharding(mesh, leaf[3]) for path, leaf in LEAVES.items()}
     params, *grads = (
-        {
-            path: jax.device_put(x, NamedSharding(mesh, specs[path]))
-            for path, x in t.items()
-        }
+        {path: jax.device_put(x, where[path]) for path, x in t.items()}
         for t in (random_tree(rng, layers) for _ in range(4))
     )
     dims = {
@@ -106,7 +103,7 @@ def test_three_steps_agree(settings, axis_type, layers, rng, x64):
     with jax.set_mesh(mesh):
         theirs = maxtext_muon(0.02, muon_weight_dimension_numbers=dims, **settings)
         expected = run(theirs, params, grads)
-        found = run(jm.on_mesh(ours(**settings), mesh, specs), params, grads)
+        found = run(jm.on_mesh(ours(**settings), where), params, grads)
     for path, leaf in found.items():
         # Ten-odd roundings of 1e-16 a step, which five quintics grow by some 8 times.
         np.testing.assert_allclose(

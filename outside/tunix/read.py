@@ -19,7 +19,7 @@ def read(model, wrt=nnx.LoRAParam, rules=None):
     return jm.find_matrices(params, logits, rest, model.get_model_input(), rules=rules)
 
 
-def on_its_mesh(tx, model, mesh, wrt=nnx.LoRAParam):
+def on_its_mesh(tx, model, wrt=nnx.LoRAParam):
     """For `PeftTrainer`."""
     params = nnx.state(model, wrt)
-    return jm.on_mesh(tx, mesh, jax.tree.map(lambda p: p.sharding, params))
+    return jm.on_mesh(tx, jax.tree.map(lambda p: p.sharding, params))

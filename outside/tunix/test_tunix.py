@@ -118,7 +118,7 @@ def test_peft_trainer(lora):
         assert sum(x.label == "muon" for x in matrices.values()) == (12 if lora else 14)
         adamw = jm.adamw(0.02, b2=0.95, weight_decay=0.1)
         tx = jm.moonlight(0.02, adamw=adamw, dtype="float32", matrices=matrices)
-        tx = PAGE["on_its_mesh"](tx, model, mesh, wrt)
+        tx = PAGE["on_its_mesh"](tx, model, wrt)
         ends[sizes], specs = train(model, tx, mesh)
     assert any("fsdp" in str(spec) for spec in specs), specs
     one, many = ends.values()

@@ -41,8 +41,8 @@ def injected(**settings):
     return optax.inject_hyperparams(nanochat)(**{"matrices": labels} | settings)
 
 
-def on_mesh(specs=None, **settings):
-    return jm.on_mesh(muon(), MESH, specs, **settings)
+def on_mesh(**settings):
+    return jm.on_mesh(muon(), MESH, **settings)
 
 
 def init(tx, params=PARAMS):
@@ -99,7 +99,9 @@ WRONG = {
         groups={"muon": muon()}
     ),
     "such as PolarExpress()": lambda: muon(polar=jm.NewtonSchulz),
-    "with on_mesh around all other transforms": lambda: jm.verify(muon(), PARAMS),
+    "jax_muon.on_mesh returns, around all other transforms": lambda: jm.verify(
+        muon(), PARAMS
+    ),
     "expected an optax transform": lambda: muon(adamw=optax.adamw),
     "matrices='muon'; expected jax_muon.find_matrices(params": lambda: muon(
         matrices="muon"

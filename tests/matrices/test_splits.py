@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 import jax_muon as jm
 from tests import trees
 from tests.matrices import reader
-from tests.mesh.case import mesh_of
+from tests.mesh.case import at, mesh_of
 from tests.recipes import RECIPES
 
 
@@ -65,7 +65,7 @@ UNEVEN = jm.Split({"q": 24, "k": 15, "v": 9}), jm.Split(("q", "k", "v"))
 def test_parts_that_devices_do_not_divide(split):
     """(16, 48) over 4 devices, whose pieces are not those of the parts."""
     tx = RECIPES["muon"](matrices=reader(splits={"w": split}), dtype="float32")
-    tx = jm.on_mesh(tx, mesh_of(4), PartitionSpec(None, "data"))
+    tx = jm.on_mesh(tx, at(mesh_of(4), PartitionSpec(None, "data")))
     found = jm.verify(tx, {"w": jax.ShapeDtypeStruct((16, 48), "float32")})
     assert found.ok, found
 

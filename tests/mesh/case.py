@@ -157,7 +157,7 @@ LAYOUTS = {
 
 
 class Layout(NamedTuple):
-    """A mesh, specs by path, and `divide`, as `on_mesh` takes them."""
+    """A mesh, specs by path, and `divide` of `on_mesh`."""
 
     mesh: jax.sharding.Mesh
     specs: Callable
@@ -166,8 +166,8 @@ class Layout(NamedTuple):
     def on(self, tx):
         """An optimizer on the mesh; types show the specs on Explicit axes."""
         explicit = AxisType.Explicit in self.mesh.axis_types
-        specs = None if explicit else self.specs
-        return jm.on_mesh(tx, self.mesh, specs, self.divide, min_size=1)
+        where = self.mesh if explicit else at(self.mesh, self.specs)
+        return jm.on_mesh(tx, where, divide=self.divide, min_size=1)
 
     def place(self, tree):
         """Arrays on the mesh."""
@@ -179,6 +179,13 @@ def layout(name, kind=AUTO, shapes=PROBLEMS["mixed"]):
     shape, axes, divide = LAYOUTS[name]
     mesh = mesh_of(*shape, kind=kind)
     return Layout(mesh, fitting(mesh, *axes, shapes=shapes), divide)
+
+
+def at(mesh, specs):
+    """Shardings: of a spec, of a tree of them, or of a function of the parameters."""
+    if callable(specs):
+        return lambda params: at(mesh, specs(params))
+    return jax.tree.map(functools.partial(NamedSharding, mesh), specs)
 
 
 def put(tree, specs, mesh):
@@ -235,9 +242,12 @@ def make_step(
     loss = loss or loss_of(draw(problem)[1])
     if given.pop("divided", False):  # also between steps
         axes = (None, mesh.axis_names[-1])
-    specs = fitting(mesh, *axes) if axes else None
-    given = {"specs": specs, "min_size": 1} | given
-    return jm.make_train_step(loss, tx or recipe(), mesh, **given)
+    specs = given.pop("specs", None) or (fitting(mesh, *axes) if axes else P())
+    how = {"divide": mesh.axis_names, "min_size": given.pop("min_size", 1)}
+    for name in ("gather_dtype", "devices_per_host"):
+        how[name] = given.pop(name, None)
+    tx = jm.on_mesh(tx or recipe(), at(mesh, specs), **how)
+    return jm.make_train_step(loss, tx, **given)
 
 
 def train_step_run(step, params, data):
@@ -257,15 +267,17 @@ SPECS = {"layers": LAYERS, "head": P("data"), "scale": P()}
 def scanning(loss, mesh=None, specs=LAYERS, **how):
     """A loss whose scan is `scan_layers`."""
     mesh = mesh or mesh_of(4)
-    scan = functools.partial(jm.scan_layers, mesh=mesh, specs=specs, **how)
+    shardings = None if specs is None else at(mesh, specs)
+    scan = functools.partial(jm.scan_layers, shardings=shardings, **how)
     return functools.partial(loss, scan=scan)
 
 
 def sgd_step(loss, *shape, specs=SPECS, **given):
     """A step of plain SGD, which moves parameters by their gradients."""
     mesh = mesh_of(*(shape or (4,)))
-    given = {"min_size": 1, "donate": False} | given
-    return jm.make_train_step(loss, optax.sgd(1.0), mesh, specs=specs, **given)
+    where, divide = at(mesh, specs), mesh.axis_names
+    tx = jm.on_mesh(optax.sgd(1.0), where, divide=divide, min_size=1)
+    return jm.make_train_step(loss, tx, **{"donate": False} | given)
 
 
 def gradients(step, params, batch):

@@ -26,7 +26,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from jax_muon.tools.verify import compare
-from tests.mesh.case import mesh_of
+from tests.mesh.case import at, mesh_of
 from tests.recipes import RECIPES
 
 DRAWN = {  # settings, of the recipes that have them
@@ -233,8 +233,8 @@ def train_steps(case, tx, mesh, specs):
         return jax.tree.map(jnp.subtract, after, params), state
 
     given = {"microbatches": 2 if "microbatches" in case["run"] else 1}
-    given |= {"specs": specs, "min_size": 1, "donate": False}
-    step = jm.make_train_step(loss, tx, mesh, **given)
+    on = jm.on_mesh(tx, at(mesh, specs), divide=mesh.axis_names, min_size=1)
+    step = jm.make_train_step(loss, on, donate=False, **given)
 
     def update(grads, state, params):
         after, state, _ = step(params, state, batch(grads))
@@ -307,7 +307,8 @@ def test_cases_are_those_of_one_device(seed):
         if is_step(case):
             tx, many = train_steps(case, tx, mesh, specs)
         else:
-            many = jm.on_mesh(tx, mesh, specs, dividing(case), min_size=1)
+            where, divide = at(mesh, specs), dividing(case)
+            many = jm.on_mesh(tx, where, divide=divide, min_size=1)
         places = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
         found = compare(tx, many, [(params, grads)], places)
     assert found.ok, found
@@ -319,5 +320,5 @@ def test_two_shapes_gathered_in_bfloat16():
     matrices = {"a": "muon", "b": MuonDimensionNumbers(1, 0)}
     tx = RECIPES["muon"](ns_steps=1, dtype="bfloat16", matrices=matrices)
     specs = {"a": P(None, "fsdp"), "b": P()}
-    found = jm.verify(jm.on_mesh(tx, mesh_of(2, names=("fsdp",)), specs), params)
+    found = jm.verify(jm.on_mesh(tx, at(mesh_of(2, names=("fsdp",)), specs)), params)
     assert found.ok, found

@@ -21,6 +21,7 @@ from tests.matrices import reader, toy
 from tests.mesh.case import (
     EXPLICIT,
     assert_bit_identical_on_devices,
+    at,
     gpt,
     mesh_of,
     put,
@@ -40,7 +41,10 @@ def step_of(tx, params, mesh=None, spec=None):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return step, (params, jm.abstract_state(tx, params, mesh), params)
+    state = jax.eval_shape(tx.init, params)
+    if mesh is not None:
+        state = tx.abstract_state(params)
+    return step, (params, state, params)
 
 
 def compiled(step, args):
@@ -62,7 +66,8 @@ LAYOUTS = [
 def test_describe_tells_what_is_sent(shape, spec):
     """All-to-alls, and over an axis that repeats matrices all-gathers of the shares."""
     mesh = mesh_of(*shape)
-    tx = jm.on_mesh(RECIPES["nanochat"](dtype="float32", matrices=toy), mesh, spec)
+    recipe = RECIPES["nanochat"](dtype="float32", matrices=toy)
+    tx = jm.on_mesh(recipe, at(mesh, spec))
     step, args = step_of(tx, gpt(), mesh, spec)
     sent = collectives(step, *args)
     # Two shapes, each in two chunks, each there and back.
@@ -81,7 +86,8 @@ def test_describe_tells_what_is_sent(shape, spec):
     assert planned.imbalance == 1
     assert planned.sent_bytes["orthogonalize"] == total
     for per_host in (2, 4, 8):
-        found = jm.describe(tx, gpt(), devices_per_host=per_host)
+        on = jm.on_mesh(recipe, at(mesh, spec), devices_per_host=per_host)
+        found = jm.describe(on, gpt())
         between = sum(c.bytes_between_hosts(per_host) for c in sent)
         assert found.bytes_between_hosts["orthogonalize"] == between
         assert (between > 0) == ("between hosts: " in str(found)) == (per_host < 8)
@@ -94,7 +100,7 @@ def test_no_matrix_is_gathered_and_no_product_computed_twice():
     """In the program that XLA compiles."""
     mesh, spec = mesh_of(4, 2), P("data", "fsdp")
     tx = RECIPES["nanochat"](dtype="float32", matrices=toy)
-    module = compiled(*step_of(jm.on_mesh(tx, mesh, spec), gpt(), mesh, spec))
+    module = compiled(*step_of(jm.on_mesh(tx, at(mesh, spec)), gpt(), mesh, spec))
     kinds = {transfer.kind for transfer in module.transfers()}
     assert kinds <= {"all-to-all", "all-reduce"}
     largest = max(t.input_bytes for t in module.transfers() if t.kind == "all-reduce")
@@ -107,7 +113,7 @@ def test_describe_leaves_out_mesh_axes_of_one_device():
     names = ("data", "fsdp", *(f"axis_{i}" for i in range(9)))
     mesh = mesh_of(1, 8, *[1] * 9, names=names)
     spec = P(("data", *names[3:], "fsdp"), names[2])
-    tx = jm.on_mesh(RECIPES["muon"](matrices=toy), mesh, spec)
+    tx = jm.on_mesh(RECIPES["muon"](matrices=toy), at(mesh, spec))
     table = str(jm.describe(tx, {"up": jax.ShapeDtypeStruct((64, 256), "float32")}))
     assert "fsdp x -" in table.splitlines()[1]
     assert "axis_" not in table
@@ -151,7 +157,7 @@ def test_groups_of_matrices_find_different_owners():
 def test_matrices_without_owners(tx, shapes, expected):
     params = {k: jax.ShapeDtypeStruct(v, "float32") for k, v in shapes.items()}
     mesh, spec = mesh_of(8), P("data")
-    tx = jm.on_mesh(tx, mesh, spec)
+    tx = jm.on_mesh(tx, at(mesh, spec))
     step, args = step_of(tx, params, mesh, spec)
     sent = collectives(step, *args)
     assert [(x.kind, x.input_bytes) for x in sent] == expected
@@ -166,7 +172,7 @@ def test_matrices_without_owners(tx, shapes, expected):
 @pytest.fixture
 def sharing(monkeypatch):
     """A planner that shares whatever it can, since these matrices are small."""
-    monkeypatch.setattr(owners, "cost", lambda pools, _: -sum(p.team for p in pools))
+    monkeypatch.setattr(owners, "cost", lambda pools, *_: -sum(p.team for p in pools))
 
 
 GROUPS = [
@@ -234,7 +240,7 @@ def test_teams_share_matrices(rng, x64, sharing, shape, spec, team, used, dtype)
     ],
 )
 def test_what_cannot_be_shared_goes_to_owners_whole(sharing, polar, team):
-    tx = jm.on_mesh(jm.orthogonalize(polar, small=0), mesh_of(8), P(None, "data"))
+    tx = jm.on_mesh(jm.orthogonalize(polar, small=0), at(mesh_of(8), P(None, "data")))
     shapes = {"w": jax.ShapeDtypeStruct((8, 64), "float32")}
     found = jm.describe(tx, shapes)
     assert [pool.team for pool in found.pools] == [team]
@@ -244,7 +250,7 @@ def test_what_cannot_be_shared_goes_to_owners_whole(sharing, polar, team):
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")])
 def test_what_a_team_sends_is_counted_roughly(sharing, spec):
     """Not counted: a first X X^T in float32, and the exchange of rows for columns."""
-    tx = jm.on_mesh(jm.orthogonalize(), mesh_of(8), spec)
+    tx = jm.on_mesh(jm.orthogonalize(), at(mesh_of(8), spec))
     shapes = {"w": jax.ShapeDtypeStruct((512, 2048), "float32")}
     planned = jm.describe(tx, shapes).sent_bytes["orthogonalize"]
     found = collectives(lambda g: tx.update(g, tx.init(g)), shapes)

@@ -1,6 +1,10 @@
 """What is refused: with the argument or path, the value, and what to write instead."""
 
+import functools
+import inspect
 import re
+import warnings
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +23,9 @@ W = {"w": jax.ShapeDtypeStruct((8, 12), "float32")}
 MUON = RECIPES["nanochat"](matrices=toy)
 
 
-def on_mesh(specs=None, divide=(), params=W):
-    jax.eval_shape(jm.on_mesh(MUON, mesh_of(8), specs, divide).init, params)
+def on_mesh(specs=None, where=None, divide=(), params=W):
+    where = where or case.at(mesh_of(8), P() if specs is None else specs)
+    jax.eval_shape(jm.on_mesh(MUON, where, divide=divide).init, params)
 
 
 def mixed_mesh():
@@ -31,31 +36,45 @@ def mixed_mesh():
 
 def step(out=0.0, x=np.ones(8), **given):  # noqa: B008
     given = {"loss_fn": lambda p, b: out, "microbatches": 2} | given
-    step = jm.make_train_step(tx=MUON, mesh=mesh_of(2, 2), **given)
+    given.setdefault("tx", jm.on_mesh(MUON, mesh_of(2, 2), divide="data"))
+    step = jm.make_train_step(**given)
     step(*step.init({"w": jnp.ones((4, 6))}), x)
 
 
 def scan(specs=P(), layers=np.ones((4, 8)), x=np.ones((8, 8)), output=None):  # noqa: B008
     block = lambda x, layer: (x, output and output(x))  # noqa: E731
     batch = specs == P()
-    jm.scan_layers(block, x, layers, mesh_of(4), specs, local_batch=batch)
+    shardings = case.at(mesh_of(4), specs)
+    jm.scan_layers(block, x, layers, shardings=shardings, local_batch=batch)
 
 
+ALONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+TWO = {"v": case.at(mesh_of(8), P()), "w": case.at(mesh_of(4), P())}
 AUX, WEIGHTED = {"has_aux": True, "max_aux": "largest"}, {"weighted": True}
 REFUSED = [
     # --- specs ---
-    (on_mesh, {"specs": P("tp")}, "'w' of shape (8, 12) .*tp.* of the mesh {'data'"),
     (on_mesh, {"specs": P(None, "data")}, "'w' .*dimension size is 12.*; expected"),
     (on_mesh, {"specs": P(None, None, "data")}, "'w' .*rank at least 3.*; expected"),
-    (on_mesh, {"specs": P(("data", "data"))}, "'w' .*at most one .*; expected"),
-    (on_mesh, {"specs": {"w": "data"}}, "specs for parameter 'w'='data'; expect"),
-    (on_mesh, {"specs": {"up": P()}}, "have nothing for parameter 'w'; there are up"),
+    (on_mesh, {"where": {"w": "data"}}, "where for 'w'='data'; expected .*device_put("),
+    (
+        on_mesh,
+        {"where": {"w": ALONE}},
+        "where for 'w'=Single.*; expected .*device_put(",
+    ),
+    (on_mesh, {"where": {"w": None}}, "meshes of where=[]; expected a jax.sharding.N"),
+    (on_mesh, {"where": TWO}, "meshes of where=.*'v' on Mesh(.*'w' on Mesh("),
+    (on_mesh, {"specs": {"up": P()}}, "has nothing for parameter 'w'; there are up"),
     (on_mesh, {"divide": ("data", "data")}, "axes of the mesh, .* each once"),
     # A bare array has no path.
-    (on_mesh, {"specs": P("tp"), "params": W["w"]}, "^the parameter of shape (8, 12)"),
+    (
+        on_mesh,
+        {"specs": P(None, "data"), "params": W["w"]},
+        "^the parameter of shape (8, 12)",
+    ),
     (mixed_mesh, {}, "expected Auto for all, or Explicit for all"),
     # --- arguments of a train step ---
-    (step, {"scanned": "layers"}, "scanned: the pattern 'layers' matches no"),
+    (step, {"tx": MUON}, "tx=.*; expected what jax_muon.on_mesh returns, around all"),
+    (step, {"tx": optax.chain(jm.on_mesh(MUON, mesh_of(4)))}, "tx=.* around all"),
     (step, {"reduce_dtype": "int8"}, "reduce_dtype='int8'; expected"),
     (step, {"x": {"y": np.ones((6, 3))}}, "batch['y'] has shape (6, 3); expected"),
     (step, {"x": {"y": np.ones(())}}, "shape (); .* a multiple of 8, the"),
@@ -98,9 +117,9 @@ def test_arrays_sharded_on_auto_axes_without_specs():
     for call in (MUON.update, jax.jit(MUON.update)):
         with pytest.raises(ValueError, match=r"'w' .* Auto axes.*jax_muon.on_mesh"):
             call(divided, state, divided)
-    with pytest.raises(ValueError, match=r"'w' is sharded .* expected specs"):
+    with pytest.raises(ValueError, match=r"'w' is sharded .* expected jax_muon.on_m"):
         tx.init(divided)
-    with pytest.raises(ValueError, match=r"'w' is sharded .* expected specs"):
+    with pytest.raises(ValueError, match=r"'w' is sharded .* expected jax_muon.on_m"):
         tx.update(divided, tx.init(case.put(whole, P(), mesh)), divided)
     # Over one device nothing is sharded, whatever the spec says.
     jm.on_mesh(MUON, mesh_of(1)).init(case.put(whole, P("data"), mesh_of(1)))
@@ -153,7 +172,39 @@ def test_deleted_and_other_arguments():
         step(placed, state, batch)
 
 
-# --- parameters of `scanned` ----------------------------------------------------------
+def test_on_mesh_twice():
+    """In silence a step wrapped it again, with gathers of what was gathered."""
+    tx, params = jm.on_mesh(MUON, mesh_of(4)), {"w": jnp.ones((8, 12))}
+    with pytest.raises(ValueError, match="is in on_mesh already; expected one on_mesh"):
+        jm.on_mesh(tx, mesh_of(4))
+    again = jm.on_mesh(optax.chain(optax.identity(), tx), mesh_of(4))
+    with pytest.raises(ValueError, match="on_mesh inside of on_mesh: it is in on_mesh"):
+        again.init(params)
+
+
+# --- arrays of a batch ----------------------------------------------------------------
+
+
+def test_arrays_of_a_batch_that_are_no_samples():
+    """A weight for each of four outputs, which four devices divide: 1.5 for 6.0."""
+    params, batch = {"w": jnp.zeros((16, 4))}, {"x": jnp.ones((8, 16))}
+    weights = jnp.arange(4.0)
+
+    def loss(params, batch, weights=None):
+        weights = batch["w"] if weights is None else weights
+        return jnp.mean(batch["x"] @ params["w"]) + jnp.sum(weights)
+
+    tx = jm.on_mesh(optax.sgd(0.1), mesh_of(4), divide="data")
+    step = jm.make_train_step(loss, tx, donate=False)
+    placed, state = step.init(params)
+    words = r"batch\['w'\] \(4,\) and batch\['x'\] \(8, 16\) .* in others"
+    with pytest.warns(UserWarning, match=words):
+        step(placed, state, batch | {"w": weights})
+    _, _, metrics = step(placed, state, batch, weights)
+    assert float(metrics["loss"]) == 6.0
+
+
+# --- what a loss does with layers -----------------------------------------------------
 
 
 def stack_of(layers, x, scan):
@@ -161,7 +212,7 @@ def stack_of(layers, x, scan):
 
 
 def cast_in_jit(layers, x, scan):
-    """A cast, a slice and a reshape on the way are not uses."""
+    """A cast and a slice on the way are no uses."""
     half = jax.jit(lambda w: w.astype(x.dtype)[1:])
     return stack_of(jax.tree.map(half, layers), x, scan)
 
@@ -177,31 +228,88 @@ def norm(layers):
     return sum(jnp.sum(w**2) for w in jax.tree.leaves(layers))
 
 
-# How a loss uses the layers, what else is given, and the error, if there is one.
+def turned(layers, x, scan):
+    """Square layers transposed: an axis that is not the one that is sharded."""
+    return stack_of(layers | {"w": layers["w"].mT}, x, scan)
+
+
+def carried(layers, x, scan):
+    """Layers in the carry of a loop, whose second turn gets others."""
+
+    def turn(carry, _):
+        total, now, then = carry
+        return (total + stack_of(now, x, scan), then, now), None
+
+    twice = jax.tree.map(lambda w: 2 * w, layers)
+    return jax.lax.scan(turn, (0.0, layers, twice), length=2)[0][0]
+
+
+HERE = "test_refused.py"
+FIRST = inspect.getsourcelines(norm)[1]
+# How a loss uses the layers, and which are gathered one at a time; or the warning that
+# says why they are gathered whole.
 USES = [
-    (cast_in_jit, {}, None),
-    (outer, {}, None),
-    (lambda *x: stack_of(*x) + norm(x[0]), {}, "uses 'layers/b', .* integer_pow;"),
-    (lambda *x: stack_of(*x) + jax.jit(norm)(x[0]), {}, "uses .*b.* integer_pow"),
-    (lambda *x: 2 * stack_of(*x) + stack_of(*x), {}, r"uses .*\), scan_l"),
-    (lambda w, x, scan: jnp.mean(x), {}, "b', .* for nothing; expected one scan_l"),
-    (stack_of, {"scanned": ()}, r"whole parameters; .* make_train_step\(scanned="),
-    (stack_of, {"specs": {"b": P()}}, "scanned=.*'layers'.*: loss_fn sees"),
+    (stack_of, ["b", "w"], None),
+    (cast_in_jit, ["b", "w"], None),
+    (outer, ["b", "w"], None),
+    (lambda w, x, scan: jnp.mean(x), [], None),
+    (lambda *x: stack_of(x[0], x[1], jax.lax.scan), [], None),
+    (
+        lambda *x: stack_of(*x) + norm(x[0]),
+        [],
+        f"/b' .* at test_refused.py:{FIRST + 1}",
+    ),
+    (lambda *x: stack_of(*x) + jax.jit(norm)(x[0]), [], "'layers/b' is gathered whole"),
+    (
+        lambda *x: 2 * stack_of(*x) + stack_of(*x),
+        [],
+        "is used by scan_l.*, scan_layers",
+    ),
+    (turned, ["b"], None),
+    (carried, [], None),
 ]
 
 
-@pytest.mark.parametrize(("use", "given", "words"), USES)
-def test_uses_of_scanned_parameters(use, given, words, x64, as_users_write):
-    """Each device has a part of them: any use but by the scan would be wrong."""
-    args, given = case.drawn(), {"scanned": "layers", "specs": {}} | given
+@pytest.mark.parametrize(("use", "by_layer", "words"), USES)
+@pytest.mark.filterwarnings("ignore:parameter 'layers/w' is gathered whole")
+def test_what_a_loss_does_with_layers(use, by_layer, words, x64, as_users_write):
+    """Found by a trace: what scan_layers alone gets is gathered a layer at a time."""
+    args = case.drawn()
 
     def loss(params, x, scan=jax.lax.scan):
         return use(params["layers"], x, scan) + jnp.mean(x @ params["head"])
 
-    scanning = case.scanning(loss, specs=case.LAYERS | given["specs"])
-    step = case.sgd_step(scanning, scanned=given["scanned"])
-    if words is None:
-        case.assert_gradients(case.gradients(step, *args), loss, args)
-        return
-    with pytest.raises((TypeError, ValueError), match=words):
-        case.gradients(step, *args)
+    step = case.sgd_step(functools.partial(loss, scan=jm.scan_layers))
+    warns = pytest.warns(UserWarning, match=words) if words else nullcontext()
+    with warns:
+        found = case.gradients(step, *args)
+    case.assert_gradients(found, loss, args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        described = jm.describe(step, *args)
+    paths = [x.parameter.path for x in described.parameters if x.by_layer]
+    assert paths == [f"layers/{name}" for name in by_layer]
+    assert ("gathered a layer at a time: layers/b" in str(described)) == bool(by_layer)
+
+
+@pytest.mark.filterwarnings("ignore:parameter 'layers/w' is gathered whole")
+def test_layers_that_are_divided_along_their_axis(x64, as_users_write):
+    specs = case.SPECS | {"layers": {"w": P("data"), "b": P("data")}}
+    step = case.sgd_step(case.scanning(losses.plain, specs=None), specs=specs)
+    with pytest.warns(UserWarning, match="layers/b' .* is sharded along its layers"):
+        found = case.gradients(step, *case.drawn())
+    case.assert_gradients(found, losses.plain, case.drawn())
+
+
+def test_two_steps_of_one_jitted_function(x64, as_users_write):
+    """JAX remembers its trace, in which `scan_layers` did what the first step says."""
+    stack = jax.jit(lambda layers, x: losses.layers_alone(layers, x, jm.scan_layers))
+    args = case.drawn()
+
+    def loss(params, x):
+        return jnp.mean((stack(params["layers"], x) @ params["head"]) ** 2)
+
+    jax.jit(loss)(*args)
+    for shape, specs in (((4,), case.SPECS), ((2, 4), case.SPECS), ((4,), P())):
+        found = case.gradients(case.sgd_step(loss, *shape, specs=specs), *args)
+        case.assert_gradients(found, loss, args)

@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
@@ -13,7 +14,6 @@ import jax_muon as jm
 from benchmarks.schedule.jaxpr import collectives
 from tests.mesh import case, losses
 from tests.mesh.case import AUTO, EXPLICIT, mesh_of
-from tests.recipes import RECIPES
 
 pytestmark = pytest.mark.usefixtures("as_users_write")
 
@@ -63,7 +63,9 @@ def test_gradients_of_stacks(alone, where, x64):
     specs, mesh = jax.tree.map(axes, case.SPECS), mesh_of(*sizes)
     if where == "a replicated leaf":  # the step sums its gradient, as of any other
         specs["layers"]["b"] = P()
-    loss = fn = case.scanning(alone, mesh, specs["layers"])
+    # In a step the arguments of `scan_layers` do not count.
+    shardings = specs["layers"] if where == "plain jit" else None
+    loss = fn = case.scanning(alone, mesh, shardings)
     if where == "plain jit":
         found = in_jit(loss, args, mesh)
     else:
@@ -71,7 +73,7 @@ def test_gradients_of_stacks(alone, where, x64):
             given = {"microbatches": 2}
         if where == "weighted":
             given, fn = {"weighted": True}, lambda p, b: (loss(p, b), 3.0)
-        step = case.sgd_step(fn, *sizes, specs=specs, scanned=["layers"], **given)
+        step = case.sgd_step(fn, *sizes, specs=specs, **given)
         found = case.gradients(step, *args)
         assert not has_whole_layers(step, args[1])
         whole = case.sgd_step(alone, *sizes, specs=specs)
@@ -88,8 +90,8 @@ def test_beside_tensor_parallelism(kind, x64):
         layers["w"] = P(None, "data", "tp")
     specs = {"layers": layers, "head": P(), "scale": P()}
     given = layers | {"keys": P()} if kind == AUTO else None
-    how = {"mesh": mesh, "specs": given, "axis": "data"}
-    found = in_jit(case.scanning(losses.with_keys, **how), args, mesh, specs)
+    loss = case.scanning(losses.with_keys, mesh, given, axis="data")
+    found = in_jit(loss, args, mesh, specs)
     case.assert_gradients(found, losses.with_keys, args)
 
 
@@ -153,33 +155,68 @@ def test_in_a_shard_map_of_ones_own(x64):
 
 @pytest.mark.filterwarnings("ignore:no parameter is a matrix")
 @pytest.mark.parametrize("how", [None, {}, {"local_batch": True}])
-def test_the_reading_finds_layers_and_specs_avoid_them(how):
+def test_the_reading_finds_layers_and_shardings_avoid_them(how):
     """Eight layers, which eight devices would divide first."""
-    params = {"layers": {"w": jnp.ones((8, 8, 16, 8))}, "head": jnp.ones((8, 24))}
-    mesh = mesh_of(8)
+    params = {"layers": {"w": jnp.ones((8, 8, 16, 8))}, "head": jnp.ones((128, 24))}
+    mesh, everywhere = mesh_of(8), case.at(mesh_of(8), P())
 
     def loss(params, x):
         scan = jax.lax.scan
         if how is not None:
-            scan = functools.partial(jm.scan_layers, mesh=mesh, specs=P(), **how)
+            scan = functools.partial(jm.scan_layers, shardings=everywhere, **how)
         block = lambda x, w: (jnp.einsum("bi,ijk,bj->bk", x, w, x @ w[0].T), None)  # noqa: E731
-        return jnp.mean(scan(block, x, params["layers"]["w"])[0] @ params["head"])
+        y = scan(block, x, params["layers"]["w"])[0]
+        return jnp.mean(jnp.tile(y, 16) @ params["head"])
 
     matrices = jm.find_matrices(
         params, loss, jnp.ones((8, 8)), rules={"layers": "adamw"}
     )
     assert matrices["layers/w"].scanned == (0,)
-    divided = functools.partial(jm.divided_specs, mesh=mesh, min_size=1)
+    assert matrices["layers/w"].scan == ("lax.scan" if how is None else "scan_layers")
     rules = {"layers": MuonDimensionNumbers(-2, -1), "head": "adamw"}
-    for reading, spec in (
-        (matrices, P(None, "data", None, None)),
-        (rules, P(None, None, "data", None)),
-        (None, P("data", None, None, None)),
-    ):
-        assert divided(params, matrices=reading)["layers"]["w"] == spec
-    none_fits = divided({"layers": {"w": jnp.ones((8, 3))}}, axes=(), matrices=matrices)
-    assert none_fits["layers"]["w"] == P(None, None)
-    tx = jm.on_mesh(RECIPES["muon"](matrices=matrices), mesh, divide="data", min_size=1)
-    state = jm.abstract_state(tx, params, mesh)
-    specs = {x.sharding.spec for x in jax.tree.leaves(state) if x.ndim == 4}
-    assert specs == {P(None, "data")}
+    for reading, spec in ((matrices, P(None, "data")), (rules, P(None, None, "data"))):
+        assert jm.fsdp(params, mesh, reading)["layers"]["w"].spec == spec
+    few = {"layers": {"w": jnp.ones((8, 3000))}}
+    assert jm.fsdp(few, mesh, matrices, axes=())["layers"]["w"].spec == P()
+
+
+def optimizers(matrices, params):
+    """A recipe, pieces in `optax.multi_transform`, and a bare chain."""
+    muon = optax.chain(
+        jm.nesterov(0.9), jm.orthogonalize(jm.ExactPolar(), matrices=matrices)
+    )
+    labels = matrices.labels(params)
+    of_muon = jax.tree.map(lambda label: label == "muon", labels)
+    return {
+        "recipe": jm.partition({"muon": muon, "adamw": optax.adamw(1e-3)}, matrices),
+        "multi_transform": optax.multi_transform(
+            {"muon": muon, "adamw": optax.adamw(1e-3)}, labels
+        ),
+        "bare chain": optax.chain(optax.masked(muon, of_muon), optax.adamw(1e-3)),
+    }
+
+
+def test_one_layout_for_recipes_multi_transform_and_chains():
+    """State of eight layers is not divided along these, AdamW's neither."""
+    params = {
+        "layers": {"up": jnp.ones((8, 64, 64)), "bias": jnp.ones((8, 256))},
+        "head": jnp.ones((64, 24)),
+    }
+
+    def loss(params, x):
+        block = lambda x, w: (jnp.tanh(x @ w["up"] + w["bias"][:64]), None)  # noqa: E731
+        return jnp.mean(jm.scan_layers(block, x, params["layers"])[0] @ params["head"])
+
+    matrices = jm.find_matrices(params, loss, jnp.ones((8, 64)))
+    for name, tx in optimizers(matrices, params).items():
+        on = jm.on_mesh(tx, mesh_of(8), divide="data")
+        state = jax.tree.leaves(on.abstract_state(params))
+        found = {(x.shape, x.sharding.spec) for x in state if x.size > 1}
+        assert found == {
+            ((8, 64, 64), P(None, "data")),
+            ((8, 256), P(None, "data")),
+            ((64, 24), P("data")),
+        }, name
+        described = jm.describe(on, params)
+        assert "32768 of them in matrices" in str(described), name
+        case.assert_verified(on, params)

@@ -27,7 +27,7 @@ def test_plan_counts_what_a_step_sends(where):
     params, _ = case.draw("mixed")
     step = make_step(where, min_size=200)
     shapes, state = step.abstract(params)
-    planned = jm.describe(step.tx, shapes)
+    planned = jm.describe(step, shapes, case.batches(1)[0])
     sent = collectives(step._step, shapes, state, case.batches(1)[0])
     (loss,) = (one for one in sent if one.shapes == ((),))
     total = sum(one.sent_bytes for one in sent) - loss.sent_bytes
@@ -39,7 +39,8 @@ def test_plan_counts_what_a_step_sends(where):
             late += params[leaf.parameter.path].nbytes * (count - 1) / count
     assert total == pytest.approx(sum(planned.sent_bytes.values()) - late)
     if not late:
-        planned = jm.describe(step.tx, shapes, devices_per_host=2)
+        step = make_step(where, min_size=200, devices_per_host=2)
+        planned = jm.describe(step, shapes, case.batches(1)[0])
         between = sum(c.bytes_between_hosts(2) for c in sent if c.shapes != ((),))
         assert between == pytest.approx(sum(planned.bytes_between_hosts.values()))
 
@@ -77,18 +78,17 @@ EXTREME = [(9000, None), (3 * 2.0**-24, "float32")]
 @pytest.mark.usefixtures("as_users_write")
 def test_means_of_float16_neither_overflow_nor_vanish(slope, reduce_dtype):
     """Eight of 9000 are infinite; an eighth of the other is no float16, but 0."""
-    mesh = mesh_of(2, 4)
     layers = {"b": P(None, "fsdp"), "replicated": P()}
     given = {"specs": {"layers": layers, "head": P()}, "reduce_dtype": reduce_dtype}
 
     def loss(params, batch):
         block = lambda x, layer: (x + layer["b"] + layer["replicated"], None)  # noqa: E731
-        y, _ = jm.scan_layers(block, batch, params["layers"], mesh, layers)
+        y, _ = jm.scan_layers(block, batch, params["layers"])
         return jnp.sum(y + params["head"]) * jnp.float16(slope)
 
     zeros = functools.partial(jnp.zeros, dtype="float16")
     params = {"layers": {"b": zeros((3, 8)), "replicated": zeros((3, 8))}}
-    step = case.sgd_step(loss, 2, 4, scanned="layers", **given)
+    step = case.sgd_step(loss, 2, 4, **given)
     found = case.gradients(step, params | {"head": zeros(8)}, zeros((8, 8)))
     for x in jax.tree.leaves(found):
         np.testing.assert_array_equal(x, np.float16(slope))
@@ -98,9 +98,9 @@ def test_complex_numbers_keep_their_imaginary_parts_on_the_wire():
     def loss(params, batch):
         return jnp.mean(jnp.abs(params["w"]) ** 2) * jnp.mean(batch)
 
-    step = jm.make_train_step(
-        loss, optax.sgd(64.0), mesh_of(8), specs=P("data"), min_size=1, **NARROW
-    )
+    gather = {"gather_dtype": NARROW["gather_dtype"]}
+    tx = jm.on_mesh(optax.sgd(64.0), case.at(mesh_of(8), P("data")), **gather)
+    step = jm.make_train_step(loss, tx, reduce_dtype=NARROW["reduce_dtype"])
     after, _, _ = step(*step.init({"w": jnp.full((8, 16), 1 + 2j)}), jnp.ones(8))
     np.testing.assert_allclose(after["w"], 0 + 4j, atol=1e-6)
 
@@ -113,13 +113,14 @@ def test_what_is_not_sent_is_not_rounded(sizes):
     loss, batch = case.loss_of(weights), case.batches(1)[0]
 
     def trained(gather=None, reduce=None):
-        dtypes = {"gather_dtype": gather, "reduce_dtype": reduce}
-        step = jm.make_train_step(loss, tx, mesh, min_size=1, **dtypes)
+        given = {"divide": mesh.axis_names, "gather_dtype": gather, "min_size": 1}
+        on = jm.on_mesh(tx, mesh, **given)
+        step = jm.make_train_step(loss, on, reduce_dtype=reduce)
         return step(*step.init(params), batch)[0]
 
     def updated(gather=None):
         given = {"divide": mesh.axis_names[-1], "gather_dtype": gather}
-        on = jm.on_mesh(tx, mesh, P(), min_size=1, **given)
+        on = jm.on_mesh(tx, mesh, min_size=1, **given)
         return on.update(params, on.init(params), params)[0]
 
     chex.assert_trees_all_equal(trained("bfloat16", "bfloat16"), trained())
@@ -138,7 +139,7 @@ def test_a_trace_asks_no_tracer_for_its_sharding(monkeypatch):
     tx = jm.on_mesh(RECIPES["muon"](matrices=toy), mesh_of(8), divide="data")
 
     def step(params):
-        jm.abstract_state(tx, params, mesh_of(8))
+        tx.abstract_state(params)
         jm.describe(tx, params)
         return tx.update(params, tx.init(params), params)
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from tests import trees
-from tests.mesh.case import AUTO, EXPLICIT, mesh_of
+from tests.mesh.case import AUTO, EXPLICIT, at, mesh_of
 from tests.recipes import RECIPES, SHAPES
 
 A = {"a": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
@@ -67,6 +67,6 @@ def test_bytes_on_a_device():
     assert (held["parameters"], held["gradients"]) == (size, size // 4)
     assert size // 4 <= held["state"] < size // 4 + 64  # and counts of steps
     # Three of four shards come from one ring, and half of what is left from the other.
-    tx = jm.on_mesh(tx, mesh_of(2, 4), P("fsdp"), divide=("data", "fsdp"))
+    tx = jm.on_mesh(tx, at(mesh_of(2, 4), P("fsdp")), divide=("data", "fsdp"))
     sent = jm.describe(tx, params).sent_bytes["gathers"]
     assert sent == size * 3 // 4 + size // 4 // 2

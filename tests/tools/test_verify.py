@@ -15,7 +15,7 @@ import jax_muon as jm
 from jax_muon import __main__ as command
 from jax_muon.tools.verify import _compared, compare
 from tests import trees
-from tests.mesh.case import AUTO, EXPLICIT, mesh_of
+from tests.mesh.case import AUTO, EXPLICIT, at, mesh_of
 from tests.mesh.conftest import owners_for_small_matrices  # noqa: F401
 from tests.recipes import RECIPES
 
@@ -30,9 +30,9 @@ W = {"w": jax.ShapeDtypeStruct((4, 8), "float32")}
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_a_right_layout(kind):
     mesh, tx = mesh_of(2, 4, kind=kind), jm.skip_nonfinite(RECIPES["nanochat"](**FAST))
-    params, specs = SHAPES, SPECS
+    params, where = SHAPES, at(mesh, SPECS)
     if kind == EXPLICIT:  # types show the specs
-        shardings, specs = {k: NamedSharding(mesh, x) for k, x in SPECS.items()}, None
+        shardings, where = where, mesh
         params = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(
                 x.shape, x.dtype, sharding=sharding
@@ -41,7 +41,8 @@ def test_a_right_layout(kind):
             shardings,
         )
     with jax.set_mesh(mesh):
-        found = jm.verify(jm.on_mesh(tx, mesh, specs, "data", min_size=1), params)
+        on = jm.on_mesh(tx, where, divide="data", min_size=1)
+        found = jm.verify(on, params)
     assert found.ok, found
     updates, state = [*found.differences][:3], [*found.differences][3:]
     assert updates == ["bias", "q", "stack/up"]

@@ -47,7 +47,8 @@ def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
     doubt = reason if label == MUON and axes is None else None
     by = path, shape, leaf.dtype, label, role, reason, axes, doubt
     heads = _heads(shape, axes, uses) if axes and label == MUON else ()
-    return Parameter(*by, scanned=tuple(sorted(scanned)), heads=heads)
+    scan = trace.scans.get(path, "") if scanned else ""
+    return Parameter(*by, scanned=tuple(sorted(scanned)), scan=scan, heads=heads)
 
 
 def doubted(x: Parameter, trace: Trace) -> Parameter:

@@ -114,7 +114,8 @@ def _dynamic_slice(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if not index.data:  # a loop over layers
         over = [a for a in single if not isinstance(at[a], Literal)]
         for leaf, axes in value.axes_in(over).items():
-            trace.scanned[leaf] |= axes
+            for scanned in axes:
+                trace.scan(leaf, scanned, eqn)
     if len(index.turns) == 1:
         of = [(x, a) for x, axes in value.axes_in(single).items() for a in axes]
         part = replace(part, rows=value.rows | dict.fromkeys(of, min(index.turns)))

@@ -137,7 +137,8 @@ def _is_key(v: Any, jaxpr: Jaxpr) -> bool:
     if jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key):
         return True
     is_old = v.aval.dtype == jnp.uint32 and v.aval.shape[-1:] == (2,)
-    return is_old and "random_wrap" in jaxprs.uses(jaxpr, {v})[0]
+    (uses,) = jaxprs.uses_of_layers(jaxpr, [v]) if is_old else [[]]
+    return any(use.operation == "random_wrap" for use in uses)
 
 
 def _given(aval: Any, is_data: bool) -> Value:

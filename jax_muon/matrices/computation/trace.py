@@ -61,6 +61,7 @@ class Trace:
       shapes: of the leaves, by path.
       uses: of each leaf, in the order of the program.
       scanned: the axes of each leaf that a scan takes one element at a time.
+      scans: by leaf, "scan_layers" or "lax.scan", whichever takes it.
       met: the axes of other leaves that an axis of a leaf was contracted with.
       inputs: leaves that are used like data, such as learned queries: where.
     """
@@ -73,6 +74,7 @@ class Trace:
         self.uses: dict[str, list[Use]] = collections.defaultdict(list)
         self.met: dict[Axis, set[Axis]] = collections.defaultdict(set)
         self.scanned: dict[str, set[int]] = collections.defaultdict(set)
+        self.scans: dict[str, str] = {}
         self._known: dict[Any, Use] = {}
         self._calls: tuple[JaxprEqn, ...] = ()  # the operations around this one
 
@@ -118,6 +120,12 @@ class Trace:
     def is_transposed(self, eqn: JaxprEqn) -> bool:
         """Whether an operation goes from results back to inputs, for a gradient."""
         return jaxprs.transpositions((*self._calls, eqn)) % 2 == 1
+
+    def scan(self, leaf: str, axis: int, eqn: JaxprEqn) -> None:
+        """A loop takes one element of this axis of a leaf at a time."""
+        self.scanned[leaf].add(axis)
+        by_layers = jaxprs.is_in(jaxprs.SCAN_LAYERS, (*self._calls, eqn))
+        self.scans[leaf] = "scan_layers" if by_layers else "lax.scan"
 
     def use(
         self,
