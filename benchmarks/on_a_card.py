@@ -5,8 +5,8 @@
     python3 -m benchmarks.on_a_card --old CHECKOUT --out FOLDER         beside another
     python -m benchmarks.on_a_card --tiny --out FOLDER                  on a CPU
 
-From the root of the repository. JAX and optax must be there; what needs anything else
-that is missing is skipped with a line that says so.
+From the root of the repository. JAX and optax must be installed; without PyTorch, what
+compares with it is left out.
 
 - right: recipes on the card and on the CPU, polar factors in float64, parity with
   PyTorch, and the self-test, in processes side by side.
@@ -19,6 +19,7 @@ does not end within its seconds is ended, and no task takes another one along.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -269,17 +270,18 @@ def groups(tiny: bool, old: str) -> list[tuple[str, list[Contender]]]:
     low = "bfloat16"
     ours = [Contender("nanochat", dtype=low)]
     ours += [Contender("nanochat", dtype=low, checkout=old)] if old else []
-    torch = Contender(TORCH, dtype=low)
+    has_torch = importlib.util.find_spec("torch") is not None
+    torch = [Contender(TORCH, dtype=low)] if has_torch else []
     theirs = [Contender("optax", dtype=low), Contender("adamw")]
     if tiny:
-        return [("tiny", [*ours, torch, theirs[1]])]
+        return [("tiny", [*ours, *torch, theirs[1]])]
     plain = [Contender("nanochat", dtype=low, kernels=False)]
     separate = [Contender(name, "separate", low) for name in ("nanochat", "optax")]
     wide = [Contender(name) for name in ("nanochat", "optax")]  # float32
     return [
-        ("gpt2-124m", [*ours, torch, *theirs, *separate, *plain]),
+        ("gpt2-124m", [*ours, *torch, *theirs, *separate, *plain]),
         ("gpt-1.3b", ours),
-        ("gpt-1.3b", [torch, *plain]),
+        ("gpt-1.3b", [*torch, *plain]),
         ("gpt-1.3b", theirs),
         ("gpt2-124m", wide),
     ]

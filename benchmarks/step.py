@@ -497,7 +497,7 @@ def main(words: list[str]) -> None:
     add("--models", choices=MODELS, nargs="+", default=SIZES)
     add("--rounds", type=int, help="default: 9 for 6x384, 2 for gpt2-124m, else 3")
     add("--pairs", default="", help="all whose text has this word, and no others")
-    add("--old", type=folder, help="a checkout to compare with, instead of optax")
+    add("--old", type=folder, help="a checkout to compare with; nothing is saved")
     add("--json", type=folder, help="folder to save results in")
     args = parser.parse_args(words)
     if args.rounds is not None and args.rounds < 1:
@@ -522,7 +522,7 @@ def main(words: list[str]) -> None:
         for ours, theirs in chosen:
             results.append(compare(model, ours, theirs, rounds) | {"run": run})
             program.print_row(*cells(results[-1]))
-    if args.json is not None:
+    if args.json is not None and not args.old:
         program.save_rows(results, args.json / "step_cpu.json", CASE)
 
 
