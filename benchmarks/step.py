@@ -281,9 +281,9 @@ def transform(contender: Contender, shapes: Any) -> optax.GradientTransformation
     """The optax transform of a contender."""
     name, dtype = contender.name, contender.dtype
     if name in RECIPES:
-        how = {"polar": polar(contender)}
-        if contender.kernels is None:
-            how = {"dtype": dtype}
+        how: dict[str, Any] = {"dtype": dtype}
+        if contender.kernels is not None:
+            how = {"polar": polar(contender)}
         adamw = optax.adamw(3e-4, 0.8, 0.95, 1e-10)
         matrices = {"wte": "adamw", "lm_head": "adamw", "*": IN_OUT}
         return getattr(jm, name)(0.02, adamw=adamw, matrices=matrices, **how)
