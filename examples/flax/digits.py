@@ -1,4 +1,4 @@
-"""What these examples share: handwritten digits, the loss, the optimizer."""
+"""Shared by both examples: handwritten digits, the loss, the optimizer."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +15,7 @@ IMAGE = jax.ShapeDtypeStruct((1, 64), "float32")  # one image, for `jm.find_matr
 
 
 def make_optimizer(matrices: jm.Matrices) -> optax.GradientTransformationExtraArgs:
-    """nanochat, for the matrices that a model's function shows."""
+    """nanochat, for the matrices found in a model."""
     adamw = optax.adamw(0.003)
     return jm.nanochat(0.02, adamw=adamw, dtype="float32", matrices=matrices)
 

@@ -1,15 +1,15 @@
-"""Flax linen: stacked layers, parameters divided over a mesh, and a checkpoint.
+"""Flax linen: scanned layers, sharded parameters, and a checkpoint.
 
-The layers come from nn.scan, so that every parameter of a block has a leading axis of
-layers: kernels (4, 64, 128) are read as four matrices each. Kernels have logical axes,
-which the rules map to the mesh. Parameters stay in their nn.LogicallyPartitioned boxes
-throughout: labels, recipes and the table see through them, and the momentum keeps them,
-so that it is divided as its parameter. Plain jit. After half of the steps the state is
-saved, and the rest is done by one that is restored.
+nn.scan gives every parameter of a block a leading axis of layers, so a kernel (4, 64,
+128) is read as four matrices. Kernels have logical axes, which the rules map to the
+mesh. Parameters stay in their nn.LogicallyPartitioned boxes: labels, recipes and the
+table see through them, and the momentum keeps them, so that it is sharded like its
+parameter. Training runs in plain jit. Halfway the state is saved, and a restored state
+does the rest.
 
     python examples/flax/train_linen.py runs/linen
 
-Eight CPU devices stand for accelerators.
+Eight CPU devices simulate accelerators.
 """
 
 import pathlib
@@ -100,7 +100,7 @@ def main(folder: pathlib.Path) -> tuple[TrainState, list[float]]:
         shapes = jax.eval_shape(create, key)
         shardings = divided(shapes, mesh)
         structure = jax.tree.structure(shapes)
-        target = jax.tree.unflatten(  # in its boxes, which the shardings have not
+        target = jax.tree.unflatten(  # with its boxes, which shardings lack
             structure,
             map(with_sharding, jax.tree.leaves(shapes), jax.tree.leaves(shardings)),
         )

@@ -1,15 +1,15 @@
-"""Flax NNX: stacked layers, parameters divided over a mesh, and a checkpoint.
+"""Flax NNX: scanned layers, sharded parameters, and a checkpoint.
 
-The layers are made by nnx.vmap and applied by nnx.scan, so that every parameter of a
-block has a leading axis of layers: kernels (4, 64, 128) are read as four matrices each.
-The metadata of kernels say how they are divided, and their momentum is divided as they
-are. All runs in plain jit; `on_mesh` takes the specs, since the types of arrays do not
-show them on a mesh with Auto axes. After half of the steps the model and the optimizer
-are saved, and the rest is done by new ones that are restored.
+nnx.vmap makes the layers and nnx.scan applies them, so every parameter of a block has a
+leading axis of layers, and a kernel (4, 64, 128) is read as four matrices. The metadata
+of kernels say how they are sharded, and their momentum is sharded alike. Training runs
+in plain jit; `on_mesh` takes the shardings, because on a mesh with Auto axes the types
+of arrays do not show them. Halfway the model and the optimizer are saved, and restored
+ones do the rest.
 
     python examples/flax/train_nnx.py runs/nnx
 
-Eight CPU devices stand for accelerators.
+Eight CPU devices simulate accelerators.
 """
 
 import pathlib
@@ -46,7 +46,7 @@ class Stack(nnx.Module):
     """Images (batch, 64) to logits (batch, 10)."""
 
     def __init__(self, *, rngs: nnx.Rngs):
-        # The axis of layers is not divided.
+        # The axis of layers is not sharded.
         @nnx.split_rngs(splits=LAYERS)
         @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})
         def create(rngs: nnx.Rngs) -> Block:
