@@ -1,9 +1,18 @@
-"""From the uses of a parameter to its reading: label, role, axes, and why."""
+"""From uses and what lies between them to a reading: label, role, axes, and why.
 
+First the edges between uses revise the sides of their axes, and give them roles. Then
+the first rule that knows an answer decides about a leaf. Every rule is a function; a
+test switches each of them off, and names the program that then is read wrongly.
+"""
+
+import collections
+import functools
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import jax.numpy as jnp
 
 from jax_muon.base import jaxprs, trees
 from jax_muon.matrices.computation.trace import SUMS, Trace
@@ -13,6 +22,9 @@ from jax_muon.matrices.computation.values import (
     IN,
     INNER,
     OUT,
+    Edge,
+    Heads,
+    Sides,
     Use,
 )
 from jax_muon.matrices.matrices import (
@@ -24,16 +36,275 @@ from jax_muon.matrices.matrices import (
     numbers_text,
 )
 
+# --- what follows from the edges ------------------------------------------------------
+
+
+@dataclass
+class Facts:
+    """What is known of every use, after the edges.
+
+    Attributes:
+      sides: of the axes of its leaf.
+      marks: kinds of edges that say something of the use alone.
+      roles: in attention: query, key, value or table; "fused" for several.
+      takers: products that take its result, so that it is no head; None is a frozen
+        kernel.
+      gated: its outputs that gates multiply; `gates`: its outputs that are gates.
+      slices: parts of its outputs, by axis.
+      heads: that an attention makes of its outputs.
+    """
+
+    sides: dict[Use, Sides] = field(default_factory=dict)
+    marks: dict[Use, set[str]] = field(default_factory=lambda: _of(set))
+    roles: dict[Use, str] = field(default_factory=dict)
+    takers: dict[Use, set[Use | None]] = field(default_factory=lambda: _of(set))
+    gated: dict[Use, set[int]] = field(default_factory=lambda: _of(set))
+    gates: dict[Use, set[int]] = field(default_factory=lambda: _of(set))
+    slices: dict[Use, dict[int, set[tuple[int, int]]]] = field(
+        default_factory=lambda: _of(lambda: _of(set))
+    )
+    heads: dict[Use, set[Heads]] = field(default_factory=lambda: _of(set))
+
+    def revise(self, use: Use, sides: dict[int, str]) -> None:
+        """Override the sides of these axes."""
+        of_axes = {axis: frozenset({side}) for axis, side in sides.items()}
+        self.sides[use] = {**self.sides[use], **of_axes}
+
+    def separate(self, use: Use, axes: Iterable[int], side: str = OUT) -> None:
+        """Make axes a batch of matrices, where others of this side are left."""
+        for axis in axes:
+            sides = self.sides.get(use, {})
+            others = [x for a, x in sides.items() if a != axis]
+            is_left = {side} in others or {INNER} in others
+            if sides.get(axis) == {side} and is_left:
+                self.revise(use, {axis: BATCH})
+
+
+def _of(make: Callable[[], Any]) -> Any:
+    return collections.defaultdict(make)
+
+
+def facts(trace: Trace) -> Facts:
+    """What the edges say of all uses; later ones may decide what earlier ones mean."""
+    found = Facts({x: x.sides for uses in trace.uses.values() for x in uses.values()})
+    while True:
+        before = {**found.sides}
+        for edge in trace.edges:
+            if edge.use in found.sides or not edge.use.path:
+                EDGES[edge.kind](found, edge)
+        if found.sides == before:
+            return found
+
+
+def _marks(found: Facts, edge: Edge) -> None:
+    """The kind says it all.
+
+    Its input are gates; a top-k of its outputs chooses what is computed; its result
+    scales its own leaf, as of a power iteration; either of two leaves may be data;
+    parts of its outputs are multiplied by each other.
+    """
+    found.marks[edge.use].add(edge.kind)
+
+
+def _takes(found: Facts, edge: Edge) -> None:
+    """A product or a frozen kernel takes its result: it is no head."""
+    found.takers[edge.use].add(edge.other)
+
+
+def _sliced(found: Facts, edge: Edge) -> None:
+    """Some of its outputs, as q, k and v = split(x @ w, 3)."""
+    start, stop = map(int, edge.about)
+    for axis in edge.axes:
+        found.slices[edge.use][axis].add((start, stop))
+
+
+def _has_heads(found: Facts, edge: Edge) -> None:
+    """Attention takes its outputs (tokens, heads * 64) as (tokens, heads, 64)."""
+    found.heads[edge.use].add(Heads(*map(int, edge.about)))
+
+
+def _gated(found: Facts, edge: Edge) -> None:
+    """Gates (tokens, experts) multiply its outputs (tokens, experts, out)."""
+    found.gated[edge.use] |= edge.axes
+
+
+def _gates(found: Facts, edge: Edge) -> None:
+    """Its outputs are such gates."""
+    found.gates[edge.use] |= edge.axes
+
+
+def _summed(found: Facts, edge: Edge) -> None:
+    """A sum over experts whose outputs (tokens, experts, out) gates multiplied."""
+    found.separate(edge.use, edge.axes & found.gated[edge.use])
+
+
+def _contracts(found: Facts, edge: Edge) -> None:
+    """The next product (experts, in, out) sums over the experts too."""
+    gated, use = found.gated[edge.use], edge.use
+    if edge.other and edge.axes & (gated | found.gates[use]):
+        found.separate(use, edge.axes & gated)
+        found.separate(edge.other, edge.others, IN)
+
+
+def _weighed(found: Facts, edge: Edge) -> None:
+    """A product with gates sums over its outputs of several experts."""
+    found.separate(edge.use, edge.axes)
+
+
+def _grouped(found: Facts, edge: Edge) -> None:
+    """`vmap` made groups of a convolution: one for each member."""
+    found.separate(edge.use, edge.axes)
+
+
+def _batched(found: Facts, edge: Edge) -> None:
+    """A later product has a batch along its outputs: members that share an input.
+
+    Of (members, in, out) and members of members, not of heads in (in, heads, head).
+    """
+    for axis in sorted(edge.axes):
+        sides = found.sides.get(edge.use, {})
+        if all(sides.get(a) == {BATCH} for a in range(axis)):
+            found.separate(edge.use, [axis])
+
+
+def _in_turns(found: Facts, edge: Edge) -> None:
+    """Outputs one by one, as lax.map(lambda c: x @ c, w.T); rows of w in each turn."""
+    known = set().union(*found.sides[edge.use].values())
+    if known <= {IN, BATCH, INNER}:
+        found.revise(edge.use, dict.fromkeys(edge.axes, OUT))
+
+
+def _mixed(found: Facts, edge: Edge) -> None:
+    """Gates mixed (experts, in, out), einsum("be,eio->bio"), into matrices of data."""
+    if "by gates" in found.marks[edge.use]:
+        _kernel(found, edge)
+
+
+def _kernel(found: Facts, edge: Edge) -> None:
+    """The same of any weights, einsum("e,ehwio->hwio"), that a convolution takes."""
+    sides = found.sides[edge.use]
+    inside, outside = (
+        {a for a in axes if sides.get(a) != {BATCH}}
+        for axes in (edge.axes, edge.others)
+    )
+    of_output = all(sides.get(axis) == {OUT} for axis in inside | outside)
+    if inside and outside and not inside & outside and of_output:
+        after = {a: BATCH if x & {IN, BATCH} else OUT for a, x in sides.items()}
+        found.revise(edge.use, after | dict.fromkeys(inside, IN))
+
+
+def _attends(found: Facts, edge: Edge) -> None:
+    """It makes queries, keys or values of an attention; a fused kernel, several."""
+    role = str(edge.about)
+    same = found.roles.get(edge.use, role) in ("table", role)
+    found.roles[edge.use] = role if same else "fused"
+
+
+def _compared(found: Facts, edge: Edge) -> None:
+    """Queries, or keys, are compared with it: a table, as of segments in XLNet.
+
+    Positions (steps, in) @ w, of constants, are keys: then w is a matrix, not a table.
+    """
+    use = edge.use
+    alone = {axis for axis in use.constant if use.sides[axis] == {CONSTANT}}
+    if inside := use.constant & edge.axes | alone:
+        outside = {a: OUT for a, x in use.sides.items() if x == {IN}}
+        found.revise(use, outside | dict.fromkeys(inside, IN))
+    else:
+        found.roles.setdefault(use, "table")
+
+
+EDGES: dict[str, Callable[[Facts, Edge], None]] = {
+    "takes": _takes,
+    "sliced": _sliced,
+    "heads": _has_heads,
+    "gated": _gated,
+    "gates": _gates,
+    "summed": _summed,
+    "contracts": _contracts,
+    "weighed": _weighed,
+    "grouped": _grouped,
+    "batched": _batched,
+    "in turns": _in_turns,
+    "mixed": _mixed,
+    "kernel": _kernel,
+    "attends": _attends,
+    "compared": _compared,
+    **dict.fromkeys(("by gates", "chooses", "scales", "either", "multiplied"), _marks),
+}
+
+# --- the uses of one leaf -------------------------------------------------------------
+
 _PRODUCTS = ("contracted", "convolved", "grouped")  # kinds of uses
+# Label, role, reason and axes; a matrix without axes is undecided.
+Answer = tuple[str, str, str, MatrixAxes | None]
 
 
-def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
+@dataclass
+class Leaf:
+    """The uses of a leaf that count, as the rules see them."""
+
+    path: str
+    shape: tuple[int, ...]
+    trace: Trace
+    found: Facts
+
+    @functools.cached_property
+    def every(self) -> list[Use]:
+        """All uses, without those of a power iteration where others are products."""
+        uses = [*self.trace.uses[self.path].values()]
+        scales = [x for x in uses if "scales" in self.found.marks[x]]
+        is_used = any(x.kind in _PRODUCTS and x not in scales for x in uses)
+        return [x for x in uses if x not in scales] if is_used else uses
+
+    @functools.cached_property
+    def uses(self) -> list[Use]:
+        """Those of the loss itself, or of gradients for what it uses nowhere else."""
+        least = _depth(self.every) if self.every else 0
+        return [use for use in self.every if use.depth == least]
+
+    @functools.cached_property
+    def products(self) -> list[Use]:
+        """Those that make it a matrix; first those that other products take."""
+        products = [use for use in self.uses if use.kind in _PRODUCTS]
+        return sorted(products, key=lambda use: not self.found.takers[use])
+
+    @functools.cached_property
+    def readings(self) -> list[MatrixAxes | str]:
+        """The axes of each product, or why they are unknown."""
+        return [_matrix_axes(self, use) for use in self.products]
+
+    @functools.cached_property
+    def axes(self) -> MatrixAxes | None:
+        """The axes of the first product whose axes are known."""
+        return next((x for x in self.readings if isinstance(x, MatrixAxes)), None)
+
+    def at(self, *kinds: str) -> str:
+        """The lines of the user's code, for a message."""
+        uses = sorted(self.uses, key=lambda use: use.number)
+        lines = [use.line for use in uses if use.kind in kinds and use.line]
+        return f" at {', '.join([*dict.fromkeys(lines)][:3])}" if lines else ""
+
+    @property
+    def first(self) -> str:
+        """The kind of its first product, along which axes, and where."""
+        inside = self.axes.reduction if self.axes else ()
+        plural = "axis" if len(inside) == 1 else "axes"
+        over = f" over {plural} {', '.join(map(str, inside))}" if inside else ""
+        kind = min(self.products, key=lambda use: use.number).kind
+        return f"{kind}{over}{self.at(*_PRODUCTS)}"
+
+
+def parameter(
+    path: str, leaf: Any, trace: Trace, found: Facts, is_split: bool
+) -> Parameter:
     """How a leaf is read, by its uses; with a doubt, if they do not decide.
 
     The reason says if a kernel holds several products side by side, unless `is_split`.
     """
-    shape, uses = tuple(leaf.shape), trace.uses[path]
-    label, role, reason, axes = _decide(shape, uses, trace)
+    shape = tuple(leaf.shape)
+    of_leaf = Leaf(path, shape, trace, found)
+    label, role, reason, axes = next(filter(None, (x(of_leaf) for x in LABELS)))
     if path in trace.inputs:
         label, role, axes = ADAMW, "input", None
         reason = f"used like data, with matrices of its own at {trace.inputs[path]}"
@@ -42,18 +313,18 @@ def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
     elif role == "kernel" and "router" in trees.words(path):
         label, role, reason = ADAMW, "router", f"a router, by its name; {reason}"
     elif label == MUON and not is_split:
-        reason += _split(path, role, shape, uses) or _stacked(path, role, axes)
+        reason += _split(of_leaf, role) or _stacked(path, role, axes)
     scanned = {x for x in trace.scanned[path] if axes is None or x in axes.batch}
     doubt = reason if label == MUON and axes is None else None
     by = path, shape, leaf.dtype, label, role, reason, axes, doubt
-    heads = _heads(shape, axes, uses) if axes and label == MUON else ()
+    heads = _heads(of_leaf) if axes and label == MUON else ()
     scan = trace.scans.get(path, "") if scanned else ""
     return Parameter(*by, scanned=tuple(sorted(scanned)), scan=scan, heads=heads)
 
 
 def doubted(x: Parameter, trace: Trace) -> Parameter:
     """With a doubt, if constants or other parameters were multiplied by it."""
-    uses = trace.uses[x.path]
+    uses = trace.uses[x.path].values()
     sides = [x for use in uses for x in use.sides.values()]
     inside = any(INNER in x for x in sides) or any(use.constant for use in uses)
     if x.role != "elementwise" or len(x.shape) < 2 or not inside:
@@ -97,108 +368,184 @@ def _place(x: Parameter, trace: Trace) -> tuple[object, ...]:
     """
     name: object = trees.numberless(x.path)
     if x.path.rpartition("/")[2].isdigit():
-        name = tuple(jaxprs.places_of(use.calls) for use in trace.uses[x.path])
+        name = tuple(jaxprs.places_of(use.calls) for use in trace.uses[x.path].values())
     return name, x.shape
 
 
-def _depth(uses: Sequence[Use]) -> int:
+def _depth(uses: Iterable[Use]) -> int:
     """How deep in gradients the uses are that count: those of the loss itself, if any.
 
     A sum of squares, as of weight decay, and a kernel that hides what it does show
     nothing.
     """
+    uses = [*uses]
     shown = [use for use in uses if use.kind != "opaque" and use.left] or uses
     return min(use.depth for use in shown)
 
 
-def _feeds(use: Use, least: int, trace: Trace) -> bool:
-    """Whether a product takes its result, where either of them counts."""
-    return any(
-        x is None or use.depth == least or x.depth == _depth(trace.uses[x.path])
-        for x in use.takers
-    )
+# --- labels: the first rule that knows an answer counts -------------------------------
 
 
-def _decide(
-    shape: tuple[int, ...], uses: Sequence[Use], trace: Trace
-) -> tuple[str, str, str, MatrixAxes | None]:
-    """Label, role, reason and axes.
+def _unused(leaf: Leaf) -> Answer | None:
+    """Nothing uses it."""
+    if leaf.uses:
+        return None
+    return ADAMW, "unused", "the result does not depend on it", None
 
-    A matrix without axes is undecided: its role is "unknown", or "contradictory".
-    """
 
-    def at(*kinds: str) -> str:
-        lines = [use.line for use in uses if use.kind in kinds and use.line]
-        return f" at {', '.join([*dict.fromkeys(lines)][:3])}" if lines else ""
+def _embedding(leaf: Leaf) -> Answer | None:
+    """emb[ids]: rows, not matrices w[expert] that data picks and multiplies by."""
+    kinds = {use.kind for use in leaf.every}
+    is_expert = any(x.of_picked and x.kind == "contracted" for x in leaf.every)
+    if "picked" not in kinds or is_expert:
+        return None
+    uses = [use.line for use in leaf.every if use.kind == "picked" and use.line]
+    at = f" at {', '.join([*dict.fromkeys(uses)][:3])}" if uses else ""
+    return ADAMW, "embedding", f"rows picked by integers{at}", None
 
-    kinds = {use.kind for use in uses}
-    if not uses:
-        return ADAMW, "unused", "the result does not depend on it", None
-    is_expert = any(use.of_picked and use.kind == "contracted" for use in uses)
-    if "picked" in kinds and not is_expert:
-        return ADAMW, "embedding", f"rows picked by integers{at('picked')}", None
-    every, least = uses, _depth(uses)
-    uses = [use for use in uses if use.depth == least]
-    products = [use for use in uses if use.kind in _PRODUCTS]
-    if measured := [use for use in products if not use.scales]:
-        products = measured  # without a power iteration
-        uses = [use for use in uses if not use.scales]
-        every = [use for use in every if not use.scales]
-    opaque = [use for use in uses if use.kind == "opaque"]
-    if not products and opaque and opaque[0].primitive == "fft":
-        return ADAMW, "complex", f"its spectrum is taken{at('opaque')}", None
-    if not products and opaque:
-        names = {use.primitive: None for use in opaque}
-        return MUON, "unknown", f"it goes into {', '.join(names)}{at('opaque')}", None
-    if not products:
-        return ADAMW, "elementwise", f"elementwise{at('elementwise')}", None
-    for use in products:
-        for axis, slices in use.slices.items():
-            if slices >= {(i, i + 1) for i in range(shape[axis])}:
-                use.separate([axis])
-    where, first = at(*_PRODUCTS), products[0]
-    if first.kind == "grouped":
-        return ADAMW, "grouped", f"a convolution in groups{where}", None
-    if first.is_complex:
-        return ADAMW, "complex", f"a product of complex numbers{where}", None
-    feeding = sorted(products, key=lambda use: not use.takers)
-    readings = [_matrix_axes(shape, use, trace) for use in feeding]
-    known = [x for x in readings if isinstance(x, MatrixAxes)]
-    if not known:
-        return MUON, "unknown", f"{readings[0]}{where}", None
-    axes = known[0]
+
+def _hidden(leaf: Leaf) -> Answer | None:
+    """fft(filters), which takes a spectrum; a kernel that hides what it computes."""
+    opaque = [use for use in leaf.uses if use.kind == "opaque"]
+    if leaf.products or not opaque:
+        return None
+    at = leaf.at("opaque")
+    if opaque[0].primitive == "fft":
+        return ADAMW, "complex", f"its spectrum is taken{at}", None
+    names = {use.primitive: None for use in opaque}
+    return MUON, "unknown", f"it goes into {', '.join(names)}{at}", None
+
+
+def _elementwise(leaf: Leaf) -> Answer | None:
+    """x * scale + bias: no product."""
+    if leaf.products:
+        return None
+    return ADAMW, "elementwise", f"elementwise{leaf.at('elementwise')}", None
+
+
+def _convolved_in_groups(leaf: Leaf) -> Answer | None:
+    """A depthwise kernel (3, 3, 1, channels)."""
+    if leaf.products[0].kind != "grouped":
+        return None
+    return ADAMW, "grouped", f"a convolution in groups{leaf.at(*_PRODUCTS)}", None
+
+
+def _complex(leaf: Leaf) -> Answer | None:
+    """A product of complex numbers, as for each frequency of a spectrum."""
+    dtypes = [getattr(v.aval, "dtype", int) for v in leaf.products[0].calls[-1].invars]
+    if not any(jnp.issubdtype(x, jnp.complexfloating) for x in dtypes):
+        return None
+    reason = f"a product of complex numbers{leaf.at(*_PRODUCTS)}"
+    return ADAMW, "complex", reason, None
+
+
+def _unknown(leaf: Leaf) -> Answer | None:
+    """No product shows the side of each axis."""
+    if leaf.axes:
+        return None
+    return MUON, "unknown", f"{leaf.readings[0]}{leaf.at(*_PRODUCTS)}", None
+
+
+def _contradictory(leaf: Leaf) -> Answer | None:
+    """x @ w and einsum("io,io->o", y, w): other axes; both ways, x @ w.T, are one."""
+    assert leaf.axes
+    axes = leaf.axes
     either = axes, MatrixAxes(axes.batch, axes.output, axes.reduction)
-    if others := [x for x in known if x not in either]:
-        texts = [numbers_text(x.reduction, x.output) for x in (axes, others[0])]
-        reason = f"it is used as {' and '.join(texts)}{where}"
-        return MUON, "contradictory", reason, None
-    plural = "axis" if len(axes.reduction) == 1 else "axes"
-    over = f" over {plural} {', '.join(map(str, axes.reduction))}"
-    reason = f"{first.kind}{over * bool(axes.reduction)}{where}"
-    if 1 in axes.fan(shape):
-        return ADAMW, "vector", f"one row or column, {reason}", axes
-    roles = {use.role for use in products}
-    if roles == {"table"}:
-        reason = f"a table that queries are compared with{where}"
-        return ADAMW, "embedding", reason, axes
-    # Sums over the inputs alone, such as the norms of its outputs.
-    sums = [
-        x
-        for x in uses
-        if x.primitive in SUMS and x.left - {*axes.batch} == {*axes.output}
+    known = [x for x in leaf.readings if isinstance(x, MatrixAxes)]
+    if not (others := [x for x in known if x not in either]):
+        return None
+    texts = [numbers_text(x.reduction, x.output) for x in (axes, others[0])]
+    reason = f"it is used as {' and '.join(texts)}{leaf.at(*_PRODUCTS)}"
+    return MUON, "contradictory", reason, None
+
+
+def _vector(leaf: Leaf) -> Answer | None:
+    """x @ w of (in, 1)."""
+    if not leaf.axes or 1 not in leaf.axes.fan(leaf.shape):
+        return None
+    return ADAMW, "vector", f"one row or column, {leaf.first}", leaf.axes
+
+
+def _table(leaf: Leaf) -> Answer | None:
+    """softmax(q @ k.T + q @ segments.T) v: queries are compared with its rows."""
+    if {leaf.found.roles.get(use) for use in leaf.products} != {"table"}:
+        return None
+    reason = f"a table that queries are compared with{leaf.at(*_PRODUCTS)}"
+    return ADAMW, "embedding", reason, leaf.axes
+
+
+def _centers(leaf: Leaf) -> Answer | None:
+    """(c ** 2).sum(-1) - 2 x @ c.T: a sum over the inputs alone, as of distances."""
+    assert leaf.axes
+    inside, batch, out = leaf.axes.reduction, {*leaf.axes.batch}, {*leaf.axes.output}
+    sums = [x for x in leaf.uses if x.primitive in SUMS and x.left - batch == out]
+    none = frozenset({CONSTANT})
+    if not any(all(x.sides.get(a, none) <= none for a in inside) for x in sums):
+        return None
+    reason = f"its rows' distances to data are taken{leaf.at(*_PRODUCTS)}"
+    return ADAMW, "centers", reason, leaf.axes
+
+
+def _router(leaf: Leaf) -> Answer | None:
+    """top_k(softmax(x @ w)) says which experts are computed."""
+    if not any("chooses" in leaf.found.marks[use] for use in leaf.products):
+        return None
+    reason = f"a top-k chooses among its outputs{leaf.at(*_PRODUCTS)}"
+    return ADAMW, "router", reason, leaf.axes
+
+
+def _head(leaf: Leaf) -> Answer | None:
+    """Nothing takes its result, in the loss or in a gradient where either counts."""
+    least = leaf.uses[0].depth
+    for use in leaf.every:
+        for x in leaf.found.takers[use]:
+            uses = leaf.trace.uses[x.path].values() if x else ()
+            if not x or use.depth == least or x.depth == _depth(uses):
+                return None
+    reason = f"last product before the result{leaf.at(*_PRODUCTS)}"
+    return ADAMW, "head", reason, leaf.axes
+
+
+def _fused(leaf: Leaf) -> Answer | None:
+    """q, k, v = split(x @ w, 3); gate, up = split(x @ w, 2), silu(gate) * up."""
+    found, products = leaf.found, leaf.products
+    roles = {found.roles[use] for use in products if use in found.roles}
+    parts = [
+        found.sides[use].get(axis) == {OUT}
+        for use in products
+        if "multiplied" in found.marks[use]
+        for axis in found.slices[use]
     ]
-    if any(not any(map(x.meets, axes.reduction)) for x in sums):
-        return ADAMW, "centers", f"its rows' distances to data are taken{where}", axes
-    if any(use.chooses for use in products):
-        return ADAMW, "router", f"a top-k chooses among its outputs{where}", axes
-    if not any(_feeds(use, least, trace) for use in every):
-        return ADAMW, "head", f"last product before the result{where}", axes
-    roles -= {""}
-    kernel = "convolution" if first.kind == "convolved" else "kernel"
-    is_glu = any(use.glu for use in products) and not roles
-    if len(roles) > 1 or is_glu:
-        return MUON, "fused", reason, axes
-    return MUON, roles.pop() if roles else kernel, reason, axes
+    if len(roles) > 1 or roles == {"fused"} or (any(parts) and not roles):
+        return MUON, "fused", leaf.first, leaf.axes
+    return None
+
+
+def _kernel_of_role(leaf: Leaf) -> Answer | None:
+    """All others."""
+    roles = [leaf.found.roles[x] for x in leaf.products if x in leaf.found.roles]
+    kind = min(leaf.products, key=lambda use: use.number).kind
+    role = "convolution" if kind == "convolved" else "kernel"
+    return MUON, roles[0] if roles else role, leaf.first, leaf.axes
+
+
+LABELS: list[Callable[[Leaf], Answer | None]] = [
+    _unused,
+    _embedding,
+    _hidden,
+    _elementwise,
+    _convolved_in_groups,
+    _complex,
+    _unknown,
+    _contradictory,
+    _vector,
+    _table,
+    _centers,
+    _router,
+    _head,
+    _fused,
+    _kernel_of_role,
+]
 
 
 def _stacked(path: str, role: str, axes: MatrixAxes | None) -> str:
@@ -212,23 +559,24 @@ def _stacked(path: str, role: str, axes: MatrixAxes | None) -> str:
     return f"; if axis {first} is a stack: rules={{{path!r}: {numbers}}}"
 
 
-def _split(path: str, role: str, shape: Sequence[int], uses: Iterable[Use]) -> str:
+def _split(leaf: Leaf, role: str) -> str:
     """What to say of a kernel whose outputs are split, or ""."""
-    sliced = [(use, axis) for use in uses for axis in use.slices]
+    shape, found = leaf.shape, leaf.found
+    sliced = [(use, axis) for use in leaf.uses for axis in found.slices[use]]
     for use, axis in sliced if role == "fused" else ():
-        if widths := _widths(use, axis, shape[axis]):
+        if widths := _widths(found, use, axis, shape[axis]):
             split: Any = {f"part_{i}": width for i, width in enumerate(widths)}
             split = split if len({*widths}) > 1 else (*split,)
             last = "" if axis == len(shape) - 1 else f", axis={axis}"
-            pattern = re.sub(r".*/\d+/", "", path)  # of all layers
+            pattern = re.sub(r".*/\d+/", "", leaf.path)  # of all layers
             text = f"splits={{{pattern!r}: Split({split}{last})}}"
             return f"; its outputs are split: {text}"
     return ""
 
 
-def _widths(use: Use, axis: int, size: int) -> list[int]:
+def _widths(found: Facts, use: Use, axis: int, size: int) -> list[int]:
     """The widths of slices that outputs are cut into, in their order, if they are."""
-    slices = use.slices.get(axis, set())
+    slices = found.slices[use][axis]
     # Slices of a slice count from its start, so another one contains them.
     parts = [
         (start, stop)
@@ -236,37 +584,42 @@ def _widths(use: Use, axis: int, size: int) -> list[int]:
         if not any(a <= start and stop <= b for a, b in slices - {(start, stop)})
     ]
     starts, stops = zip(*parts, strict=True) if parts else ((), ())
-    is_all = (*starts, size) == (0, *stops) and use.sides.get(axis) == {OUT}
+    is_all = (*starts, size) == (0, *stops) and found.sides[use].get(axis) == {OUT}
     return [stop - start for start, stop in parts] if is_all else []
 
 
-def _heads(
-    shape: Sequence[int], axes: MatrixAxes, uses: Sequence[Use]
-) -> tuple[tuple[int, int, int], ...]:
+def _heads(leaf: Leaf) -> tuple[tuple[int, int, int], ...]:
     """`Parameter.heads`: the heads of each slice of its outputs.
 
     A fused kernel (768, 1280) of 12, 4 and 4 heads of 64 has (1, 768, 12), (1, 256, 4)
     and (1, 256, 4): heads of one stride fill the whole width of a slice.
     """
-    uses = [use for use in uses if use.role and use.role != "table"]
+    found, roles = leaf.found, leaf.found.roles
+    uses = [use for use in leaf.uses if roles.get(use, "table") != "table"]
     heads = []
-    for axis in axes.output if uses else ():
-        every = [x for use in uses for x in use.heads if x.axis == axis]
-        sliced = [_widths(use, axis, shape[axis]) for use in uses]
-        for width in next(filter(None, sliced), [shape[axis]]):
+    for axis in leaf.axes.output if uses and leaf.axes else ():
+        size = leaf.shape[axis]
+        every = [x for use in uses for x in found.heads[use] if x.axis == axis]
+        sliced = [_widths(found, use, axis, size) for use in uses]
+        for width in next(filter(None, sliced), [size]):
             fitting = [x.number for x in every if x.number * x.stride == width]
             heads.append((axis, width, max(fitting, default=1)))
     return tuple(heads)
 
 
-def _matrix_axes(shape: Sequence[int], use: Use, trace: Trace) -> MatrixAxes | str:
+def _matrix_axes(leaf: Leaf, use: Use) -> MatrixAxes | str:
     """The axes of one use, or why they are unknown."""
-    sides = {axis: {*use.sides.get(axis, ())} for axis in range(len(shape))}
+    shape, found = leaf.shape, leaf.found
+    for axis, slices in found.slices[use].items():  # of all members, one by one
+        if slices >= {(i, i + 1) for i in range(shape[axis])}:
+            found.separate(use, [axis])
+    sides = {axis: {*found.sides[use].get(axis, ())} for axis in range(len(shape))}
     for axis, x in sides.items():
-        if INNER in x and use.either:
+        if INNER in x and "either" in found.marks[use]:
             return "of two parameters multiplied with each other either may be data,"
         if INNER in x:
-            sides[axis] = x = x - {INNER} | {_inner_side(use, axis, trace, {use.path})}
+            inner = _inner_side(use, axis, leaf.trace, found, {use.path})
+            sides[axis] = x = x - {INNER} | {inner}
     _resolve_constants(sides)
     if len(alone := [axis for axis, x in sides.items() if x != {BATCH}]) == 1:
         sides[alone[0]] = {IN}  # a vector, whatever is done to it
@@ -282,24 +635,26 @@ def _matrix_axes(shape: Sequence[int], use: Use, trace: Trace) -> MatrixAxes | s
     return MatrixAxes(batch, fan_in, fan_out)
 
 
-def _inner_side(use: Use, axis: int, trace: Trace, seen: set[str]) -> str:
+def _inner_side(use: Use, axis: int, trace: Trace, found: Facts, seen: set[str]) -> str:
     """The side of an axis that was contracted with another leaf.
 
     In x @ (a @ b @ c), of (6, 5), (5, 4) and (4, 7), x makes axis 0 of a an input: axis
     1 is an output, so axis 0 of b, which meets it, is an input.
     """
-    known = set().union(*use.sides.values())
+    known = set().union(*found.sides[use].values())
     if IN in known or OUT in known:
         return OUT if IN in known else IN
     for path, at in sorted(trace.met[use.path, axis]):
-        twins = [x for x in trace.uses[path] if x.calls is use.calls]
+        uses = trace.uses[path].values()
+        twins = [x for x in uses if x.calls is use.calls]
         for twin in twins if path not in seen else ():
-            known = set().union(*twin.sides.values())
+            sides = found.sides[twin]
+            known = set().union(*sides.values())
             if IN in known or OUT in known:
                 return IN if IN in known else OUT
-            for a, x in twin.sides.items():
+            for a, x in sides.items():
                 if a != at and INNER in x:
-                    return _inner_side(twin, a, trace, {*seen, path})
+                    return _inner_side(twin, a, trace, found, {*seen, path})
     return IN
 
 

@@ -29,7 +29,7 @@ def _scan(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         over = {(leaf, a) for leaf, axes in value.axes_in([0]).items() for a in axes}
         for leaf, axis in over:
             trace.scan(leaf, axis, eqn)
-        row = cut(value, shape_of(v), (1, *shape_of(v)[1:]))
+        row = cut(trace, value, shape_of(v), (1, *shape_of(v)[1:]))
         row = replace(row, rows=value.rows | dict.fromkeys(over, id(eqn)))
         rows.append(row.moved(lambda parts: parts[1:]))
     before, carry = values[:constants], values[constants:start]

@@ -51,13 +51,15 @@ def _same(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     return values
 
 
-def cut(value: Value, old: Shape, new: Shape, starts: Shape | None = None) -> Value:
+def cut(
+    trace: Trace, value: Value, old: Shape, new: Shape, starts: Shape | None = None
+) -> Value:
     """A part of each axis.
 
     `starts` is where the parts begin, if that is known: uses record their slices.
     """
     if starts is not None:
-        _note_slices(value, old, new, starts)
+        _note_slices(trace, value, old, new, starts)
         value = value.between(starts, new)
     single = [a for a in range(len(old)) if new[a] == 1 < old[a]]
 
@@ -74,26 +76,30 @@ def cut(value: Value, old: Shape, new: Shape, starts: Shape | None = None) -> Va
     return replace(value.moved(rest), leaves=leaves, sides=sides)
 
 
-def _note_slices(value: Value, old: Shape, new: Shape, starts: Shape) -> None:
+def _note_slices(
+    trace: Trace, value: Value, old: Shape, new: Shape, starts: Shape
+) -> None:
     for use, parts in value.outputs.items():
         for place, of_axis in enumerate(parts):
             for axis in axes_in((of_axis,)) if old[place] != new[place] else ():
                 unit, start = of_axis[-1].stride, starts[place]
                 part = start * unit, (start + new[place]) * unit
-                use.slices.setdefault(axis, set()).add(part)
+                trace.note("sliced", use, [axis], about=part)
 
 
 @rule("slice", "split", "unstack")
 def _slice(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     (value,), old, params = values, shape_of(eqn.invars[0]), eqn.params
     if eqn.primitive.name == "slice":
-        return [cut(value, old, shape_of(eqn.outvars[0]), params["start_indices"])]
+        return [
+            cut(trace, value, old, shape_of(eqn.outvars[0]), params["start_indices"])
+        ]
     axis, parts = params["axis"], []
     sizes = [*map(int, params.get("sizes", [1] * len(eqn.outvars)))]
     for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True):
         new, starts = [*old], [0] * len(old)
         new[axis], starts[axis] = size, stop - size
-        parts.append(cut(value, old, new, starts))
+        parts.append(cut(trace, value, old, new, starts))
     if eqn.primitive.name == "unstack":
         parts = [x.moved(lambda of: (*of[:axis], *of[axis + 1 :])) for x in parts]
     return parts
@@ -108,9 +114,9 @@ def _dynamic_slice(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         last = [n - m for n, m in zip(old, new, strict=True)]
         known = [v.val for v in at if isinstance(v, Literal)]
         starts = [min(max(x, 0), n) for x, n in zip(known, last, strict=True)]
-        return cut(value, old, new, starts)
+        return cut(trace, value, old, new, starts)
     single = [a for a, n in enumerate(new) if n == 1 < old[a]]
-    part = cut(value, old, new)
+    part = cut(trace, value, old, new)
     if not index.data:  # a loop over layers
         over = [a for a in single if not isinstance(at[a], Literal)]
         for leaf, axes in value.axes_in(over).items():
@@ -129,7 +135,7 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     gone = *numbers.collapsed_slice_dims, *numbers.operand_batching_dims
     kept = [a for a in range(len(old)) if a not in gone]
     source = dict(zip(numbers.offset_dims, kept, strict=True))
-    part = cut(value, old, eqn.params["slice_sizes"])
+    part = cut(trace, value, old, eqn.params["slice_sizes"])
     rows = [a for a, n in enumerate(new) if a not in source and n > 1]
     if index.data or len(rows) != 1:
         return pick(trace, eqn, part.moved(lambda x: placed(x, source, new)), index)
@@ -242,7 +248,7 @@ def _top_k(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         # A sort of several operands ranks: it gives indices. Of one it is a quantile.
         if eqn.primitive.name != "sort" or len(values) > 1:
             shapes, of = trace.shapes, value.outputs.items()
-            whole = [use for use, x in of if use.is_whole(x, shapes[use.path])]
+            whole = [u for u, x in of if u.path and u.is_whole(x, shapes[u.path])]
             result.choice |= frozenset(whole)
         trace.use(value, "elementwise", eqn)
     return result
@@ -254,9 +260,9 @@ def _reduce(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     along = {use: axes_in(parts, axes) for use, parts in value.outputs.items()}
     is_sum = name == "reduce_sum" and not trace.is_transposed(eqn)
     for use in along if is_sum else ():
-        use.separate(along[use] & use.gated)
+        trace.note("summed", use, along[use])
         if use.kind == "elementwise" and along[use]:
-            value.feed()
+            trace.feed(value)
     left = [a for a in range(len(shape_of(eqn.invars[0]))) if a not in axes]
     result = value.moved(lambda parts: tuple(parts[a] for a in left))
     result = result.with_side(SUMMED, value.axes_in(axes))

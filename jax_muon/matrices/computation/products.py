@@ -156,19 +156,22 @@ def _multiplied(trace: Trace, product: Product) -> Value:
     kind = "convolved" if "padding" in eqn.params else "contracted"
     uses = trace.use(weight, kind, eqn, sides, by=other)
     for use in uses:
-        use.by_gates = other.are_gates
-        if not is_transposed:
-            loops = weight.rows.items()
-            own = [a for (x, a), n in loops if x == use.path and n not in other.turns]
-            use.collect({*own} & {*trace.cut_off(weight, use.path)})
+        if other.are_gates:
+            trace.note("by gates", use)
+        loops = weight.rows.items() if not is_transposed else ()
+        own = {a for (x, a), n in loops if x == use.path and n not in other.turns}
+        trace.note("in turns", use, own & {*trace.cut_off(weight, use.path)})
     for before, parts in other.outputs.items():
-        # Sums over experts whose results gates were multiplied by.
         for place, a in zip(of_other, of_weight, strict=True):
-            if gated := axes_in(parts, [place]) & (before.gated | before.gates):
-                before.separate(gated & before.gated)
-                for use in uses:
-                    use.separate(axes_in(weight.leaves[use.path], [a]), IN)
-        before.separate_members(axes_in(parts, product.batch[1 - i]))
+            for use in uses:
+                axes, others = (
+                    axes_in(parts, [place]),
+                    axes_in(weight.leaves[use.path], [a]),
+                )
+                trace.note(
+                    "contracts", before, axes, other=use, others=frozenset(others)
+                )
+        trace.note("batched", before, axes_in(parts, product.batch[1 - i]))
     for scores, parts in other.results.items() if not is_transposed else ():
         keys = axes_in(parts, of_other)
         if isinstance(scores, Scores) and other.is_exponential and len(keys) == 1:
@@ -177,8 +180,9 @@ def _multiplied(trace: Trace, product: Product) -> Value:
     if _may_be_data(weight, of_weight, trace.shapes) and not is_transposed:
         wide = any(_is_wide(trace.shapes[x.path], x.sides) for x in uses)
         is_last = _is_last(weight, of_weight, trace.shapes)
-        for use in uses:
-            use.either = wide and is_last and bool(weight.inner(use.path))
+        for use in uses if wide and is_last else ():
+            if weight.inner(use.path):
+                trace.note("either", use)
         inputs = frozenset(
             x.path
             for x in uses
@@ -269,7 +273,7 @@ def _of_activations(trace: Trace, product: Product) -> Value:
         is_kernel &= not product.batch[0]
         is_picked = bool(other.picked) and not is_transposed
         if (is_kernel or is_picked) and any(inside[x] for x in value.outputs):
-            value.feed()
+            trace.feed(value)
         for x, parts in value.results.items():
             if isinstance(x, Scores):
                 if constants[1 - i]:
@@ -278,23 +282,24 @@ def _of_activations(trace: Trace, product: Product) -> Value:
                     _attend(trace, x, min(inside[x]), value, contract[i], other.outputs)
                 continue
             if other.outputs and not is_transposed:
-                x.heads |= _heads(x, parts, product, i)
+                for heads in _heads(x, parts, product, i):
+                    trace.note("heads", x, about=heads)
             if not other.outputs:
-                x.separate_members(axes_in(parts, product.batch[i]))
+                trace.note("batched", x, axes_in(parts, product.batch[i]))
             if other.are_gates:
-                x.separate(inside[x])
+                trace.note("weighed", x, inside[x])
             if not contract[i] and other.are_gates:  # they only multiply
-                x.gated |= axes_in(parts, product.batch[i])
+                trace.note("gated", x, axes_in(parts, product.batch[i]))
             if not contract[i] and value.are_gates:
-                x.gates |= axes_in(parts)
-            if x.by_gates:
-                x.mix(inside[x], axes_in(parts, product.free[i]))
+                trace.note("gates", x, axes_in(parts))
+            outside = frozenset(axes_in(parts, product.free[i]))
+            trace.note("mixed", x, inside[x], others=outside)
             place = product.turned if constants[1 - i] else product.placed
             result.results[x] = place(i, parts)
         if value.one_hot and not contract[i]:  # its classes are gates of what is next
-            name, classes = product.eqn.primitive.name, _free(product, i, 0)
-            gates = Use("", "gates", "", name, gates={0})
-            result.results[gates] = classes
+            gates = Use(-id(product.eqn), "", "gates", "", (product.eqn,))
+            trace.note("gates", gates, [0])
+            result.results[gates] = _free(product, i, 0)
     left, right = (frozenset(value.outputs) for value in values)
     if left and right:
         result.results |= _scores(product, Scores((left, right)))
@@ -353,16 +358,17 @@ def _attend(
         for use in scores.operands[operand]:
             is_factor = any(INNER in x for x in use.sides.values())
             if use.path not in scores.inputs:
-                use.become(role)
+                trace.note("attends", use, about=role)
             elif is_factor or role == "query" or use in values:
                 trace.inputs.setdefault(use.path, use.line)
     for use in values:
-        use.become("value")
+        trace.note("attends", use, about="value")
     for use in weights.sources.difference(*scores.operands):
-        takes_one = len([x for x in scores.operands if x & use.inputs]) == 1
-        parts = weights.results.get(use)
-        if takes_one and not use.turned(axes_in(parts, along) if parts else set()):
-            use.role = use.role or "table"
+        inputs = trace.inputs_of[use]
+        if len([x for x in scores.operands if x & inputs]) == 1:
+            parts = weights.results.get(use)
+            axes = axes_in(parts, along) if parts else set()
+            trace.note("compared", use, axes or None)
 
 
 @rule("conv_general_dilated")
@@ -383,25 +389,27 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         )
     data = trace.given(data, eqn)
     for use, parts in data.outputs.items():
-        use.separate(_members(parts[numbers.lhs_spec[1]], groups)[0])
+        members = _members(parts[numbers.lhs_spec[1]], groups)[0]
+        trace.note("grouped", use, members)
     if not kernel.leaves:
         result = replace(joined(values), results={}, one_hot=False)
         if kernel.given_floats and not is_transposed:
-            result.feed()
+            trace.feed(result)
         for use, parts in kernel.outputs.items():
-            use.mix(axes_in(parts, [fan_in, *window]), axes_in(parts, [out]))
+            of_out = frozenset(axes_in(parts, [out]))
+            trace.note("kernel", use, axes_in(parts, [fan_in, *window]), others=of_out)
         return result
     last = fan_in if is_transposed else out
     sides = [OUT if a == last else IN for a in range(len(shape))]
     for a, step in zip(window, params["lhs_dilation"], strict=True):
         if step == shape[a] > 1 and not is_transposed:  # its windows do not overlap
             sides[a] = OUT
-    uses = trace.use(kernel, "convolved", eqn, sides, by=data)
+    of_groups = {x: _members(of[out], groups) for x, of in kernel.leaves.items()}
+    is_grouped = any(left > 1 for _, left in of_groups.values())
+    kind = "grouped" if is_grouped else "convolved"
+    uses = trace.use(kernel, kind, eqn, sides, by=data)
     for use in uses:
-        members, left = _members(kernel.leaves[use.path][out], groups)
-        use.separate(members)
-        if left > 1:
-            use.kind = "grouped"
+        trace.note("grouped", use, of_groups[use.path][0])
     source, new = {numbers.out_spec[1]: out}, shape_of(eqn.outvars[0])
     results: Results = {u: placed(kernel.leaves[u.path], source, new) for u in uses}
     turns = kernel.turns | data.turns

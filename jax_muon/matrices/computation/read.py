@@ -40,10 +40,10 @@ def read_uses(
                 f"the result of {function} depends on none of the {len(leaves)} param"
                 "eters; expected the loss, or a model's apply, as a function of them"
             )
-        read = []
+        read, found = [], decide.facts(trace)
         for path, leaf in leaves:
             is_split = any(trees.matches(pattern, path) for pattern in splits)
-            read.append(decide.parameter(path, leaf, trace, is_split))
+            read.append(decide.parameter(path, leaf, trace, found, is_split))
         if all(x.axes is None and x.label != MUON for x in read):
             read = [decide.doubted(x, trace) for x in read]
         readings.append(decide.with_agreeing_layers(read, trace))

@@ -9,11 +9,10 @@ of a leaf in it is unknown.
 import collections
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jax_muon.base import jaxprs
@@ -30,6 +29,7 @@ from jax_muon.matrices.computation.values import (
     SOFTMAX,
     SUMMED,
     AxisParts,
+    Edge,
     Shape,
     Use,
     Value,
@@ -59,7 +59,8 @@ class Trace:
 
     Attributes:
       shapes: of the leaves, by path.
-      uses: of each leaf, in the order of the program.
+      uses: of each leaf, in the order of the program, by number.
+      edges: what lies between uses, in this order.
       scanned: the axes of each leaf that a scan takes one element at a time.
       scans: by leaf, "scan_layers" or "lax.scan", whichever takes it.
       met: the axes of other leaves that an axis of a leaf was contracted with.
@@ -71,11 +72,14 @@ class Trace:
     ) -> None:
         self.shapes = shapes
         self.inputs = inputs
-        self.uses: dict[str, list[Use]] = collections.defaultdict(list)
+        self.uses: dict[str, dict[int, Use]] = {path: {} for path in shapes}
+        self.edges: dict[Edge, None] = {}
+        self.inputs_of: dict[Use, set[Use]] = collections.defaultdict(set)
         self.met: dict[Axis, set[Axis]] = collections.defaultdict(set)
         self.scanned: dict[str, set[int]] = collections.defaultdict(set)
         self.scans: dict[str, str] = {}
-        self._known: dict[Any, Use] = {}
+        self._taken: set[Use] = set()
+        self._numbers: dict[Any, tuple[int, str]] = {}
         self._calls: tuple[JaxprEqn, ...] = ()  # the operations around this one
 
     def run(self, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
@@ -107,9 +111,24 @@ class Trace:
             return self.call(eqn, closed.jaxpr, values)
         result = RULES.get(name, elementwise)(self, eqn, values)
         results = result if isinstance(result, list) else [result] * len(eqn.outvars)
+        results = [*map(self._without_taken, results)]
         if not self.is_transposed(eqn):
             return results
         return [x if x.leaves else replace(x, is_gradient=True) for x in results]
+
+    def _without_taken(self, value: Value) -> Value:
+        """A value without what another product takes, if it comes from many.
+
+        The results of all layers meet in a residual stream.
+        """
+        results, sources = value.results, value.sources
+        if len(results) <= 8 and len(sources) <= 8:
+            return value
+        if len(results) > 8:
+            results = {x: of for x, of in results.items() if x not in self._taken}
+        if len(sources) > 8:
+            sources -= self._taken
+        return replace(value, results=results, sources=sources)
 
     def _settled(self, value: Value) -> Value:
         """Leaves that are like data as data, unless other leaves lie beside them."""
@@ -144,45 +163,65 @@ class Trace:
         sources = by.sources if by else frozenset()
         for leaf, parts in value.leaves.items():
             key = leaf, kind, *map(id, calls)  # a function may be called several times
-            if key not in self._known:
-                line = jaxprs.line_of(calls)
-                self._known[key] = Use(leaf, kind, line, eqn.primitive.name, calls)
-            use = self._known[key]
-            if use not in self.uses[leaf]:
-                self.uses[leaf].append(use)
+            if key not in self._numbers:
+                self._numbers[key] = len(self._numbers), jaxprs.line_of(calls)
+            number, line = self._numbers[key]
             known = value.sides.get(leaf, {})
-            use.constant = {a for a, x in known.items() if CONSTANT in x}
+            constant = {a for a, x in known.items() if CONSTANT in x}
             places = [axis for of_axis in parts for axis in axes_in((of_axis,))]
             of_axes = {
                 axis: frozenset({side})
                 for of_axis, side in zip(parts, sides, strict=False)
                 for axis in axes_in((of_axis,))
-                if axis not in use.constant or places.count(axis) == 1
+                if axis not in constant or places.count(axis) == 1
             }
             cut = dict.fromkeys(self.cut_off(value, leaf), frozenset({BATCH}))
             known = {a: x - {SUMMED} for a, x in merged(known, of_axes).items()}
             known = {a: x - {CONSTANT} or x for a, x in known.items() if x}
-            use.sides = cut | known | use.revised
-            use.of_picked = leaf in value.picked
-            use.left = axes_in(parts)
-            use.is_complex = any(map(_is_complex, eqn.invars))
-            use.depth = depth
-            use.inputs |= sources
+            use = Use(
+                number,
+                leaf,
+                kind,
+                line,
+                calls,
+                sides=cut | known,
+                left=frozenset(places),
+                constant=frozenset(constant),
+                depth=depth,
+                of_picked=leaf in value.picked,
+            )
+            self.uses[leaf][number] = use
+            self.inputs_of[use] |= sources
             uses.append(use)
         for use, before in itertools.product(uses, sources):
             if use.depth == before.depth:  # backwards, what is later comes first
                 first, then = (use, before) if use.is_gradient else (before, use)
-                first.takers.add(then)
+                self.note("takes", first, other=then)
         return uses
 
-    def seen(self) -> dict[str, list[Use]]:
-        """The uses so far."""
-        return {leaf: [*uses] for leaf, uses in self.uses.items()}
+    def note(
+        self, kind: str, use: Use, axes: Iterable[int] | None = None, **more: Any
+    ) -> None:
+        """Record what lies between uses; nothing, where it is of no axes."""
+        of = frozenset(axes or ())
+        if of or axes is None:
+            self.edges[Edge(kind, use, of, **more)] = None
+        if kind == "takes":
+            self._taken.add(use)
 
-    def forget(self, seen: dict[str, list[Use]]) -> None:
-        """Keep these uses alone, until others are found again."""
-        for leaf in self.uses:
-            self.uses[leaf] = seen.get(leaf, [])
+    def feed(self, value: Value) -> None:
+        """Note that a frozen kernel takes a value, as a parameter would."""
+        for use in value.sources:
+            if not use.is_gradient:
+                self.note("takes", use)
+
+    def seen(self) -> tuple[dict[str, dict[int, Use]], dict[Edge, None]]:
+        """The uses and edges so far."""
+        return {leaf: {**uses} for leaf, uses in self.uses.items()}, {**self.edges}
+
+    def forget(self, seen: tuple[dict[str, dict[int, Use]], dict[Edge, None]]) -> None:
+        """Keep these alone, until others are found again."""
+        self.uses, self.edges = seen
 
     def cut_off(self, value: Value, leaf: str) -> list[int]:
         """The axes of a leaf of which a value has one element, or one at a time."""
@@ -249,13 +288,9 @@ class Trace:
         among = {use.path for use in chosen.sources}
         others = [x for x in others if not set() < {u.path for u in x.sources} <= among]
         is_routing = any(x.leaves or (x.data and not x.noise) for x in others)
-        for use in chosen.choice:
-            use.chooses |= is_routing
+        for use in chosen.choice if is_routing else ():
+            self.note("chooses", use)
         return chosen.choice if is_routing else frozenset()
-
-
-def _is_complex(v: Any) -> bool:
-    return bool(jnp.issubdtype(getattr(v.aval, "dtype", int), jnp.complexfloating))
 
 
 # Ways of parameters into one vector and out of it, as in `ravel_pytree`.
@@ -306,7 +341,7 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     result.is_exponential |= _is_exponential(name, values)
     result.softmax = _softmax(eqn, values)
     if name == "mul":
-        _multiply(values, shapes)
+        _multiply(trace, values, shapes)
     for value, size in zip(values, map(math.prod, shapes), strict=True):
         others = [x for x, s in zip(values, shapes, strict=True) if math.prod(s) > size]
         if name == "select_n" and value is values[0]:
@@ -321,11 +356,11 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             made = [x for x in made if x is not value]
     for value in active if name in ("mul", "div") and len(made) == 1 else ():
         own = {*value.sources}
-        while more := {y for x in own for y in x.inputs} - own:
+        while more := {y for x in own for y in trace.inputs_of[x]} - own:
             own |= more
         if {x.path for x in own} == {*made[0].leaves}:
             for use in own:
-                use.scales = True
+                trace.note("scales", use)
     # (tokens, in, out) picked matrices times (tokens, 1, 1) weights are still matrices.
     by = [s for x, s in zip(values, shapes, strict=True) if x.data and not x.leaves]
     of_rows = [x for x in made if x.picked and fits and _is_of_rows(x, by)]
@@ -334,7 +369,7 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             is_input = value.activated or name not in SUMS
             if value.picked and name == "mul":
                 for x in active:
-                    x.feed()
+                    trace.feed(x)
             if fits and is_input and not value.has_all(shape):
                 data = trace.given(value, eqn)
                 result.sources |= data.sources
@@ -445,14 +480,14 @@ def _softmax(eqn: JaxprEqn, values: Sequence[Value]) -> str:
     return of[0] if len({*of}) == 1 else ""
 
 
-def _multiply(values: Sequence[Value], shapes: Sequence[Shape]) -> None:
+def _multiply(trace: Trace, values: Sequence[Value], shapes: Sequence[Shape]) -> None:
     """Find gates: of experts, for all elements of each; or slices of one result."""
     for i, j in ((0, 1), (1, 0)):
         if values[i].are_gates and math.prod(shapes[i]) < math.prod(shapes[j]):
             places = [a for a, n in enumerate(shapes[i]) if n > 1]
             for use, parts in values[j].outputs.items():
-                use.gated |= axes_in(parts, places)
+                trace.note("gated", use, axes_in(parts, places))
             for use, parts in values[i].outputs.items():
-                use.gates |= axes_in(parts)
+                trace.note("gates", use, axes_in(parts))
     for use in values[0].outputs.keys() & values[1].outputs.keys():
-        use.glu |= any(use.sides.get(axis) == {OUT} for axis in use.slices)
+        trace.note("multiplied", use)

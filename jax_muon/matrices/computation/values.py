@@ -130,99 +130,56 @@ class Heads(NamedTuple):
     stride: int
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Use:
-    """One use of a leaf by one operation."""
+    """One use of a leaf by one operation, as it looks there.
 
-    path: str  # of the leaf
-    kind: str  # contracted, convolved, grouped, picked, elementwise, opaque
-    line: str  # of the user's code
-    primitive: str  # JAX's name of the operation
-    calls: Sequence[JaxprEqn] = ()  # the operation, behind those that call it
-    sides: Sides = field(default_factory=dict)
-    revised: Sides = field(default_factory=dict)  # by what comes later
-    left: set[int] = field(default_factory=set)  # axes not yet summed over
-    constant: set[int] = field(default_factory=set)  # constants were contracted with
-    # Products that take its result, so that it is no head; None is a frozen kernel.
-    takers: set["Use | None"] = field(default_factory=set)
-    role: str = ""  # in attention: query, key or value; "fused" for several
-    slices: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # of outputs
-    heads: set[Heads] = field(default_factory=set)  # that an attention makes of outputs
-    glu: bool = False  # they are multiplied by each other
-    inputs: set["Use"] = field(default_factory=set)  # whose results it is multiplied by
-    scales: bool = False  # its result, as of a power iteration, scales its own leaf
-    by_gates: bool = False  # they are gates
-    gated: set[int] = field(default_factory=set)  # outputs times gates
-    gates: set[int] = field(default_factory=set)  # outputs that are gates of others
-    either: bool = False  # its leaf or the one that it is multiplied by is like data
-    chooses: bool = False  # a top-k of its outputs says what else is computed
-    of_picked: bool = False  # data indexed the leaf before
-    is_complex: bool = False
-    depth: int = 0  # how often JAX transposed it, for gradients
+    What happens to its result is an `Edge`. A loop may use a leaf again, with the same
+    number: what it saw last counts.
+    """
+
+    number: int
+    path: str = field(compare=False)  # of the leaf
+    kind: str = field(compare=False)  # contracted, convolved, grouped, picked, ...
+    line: str = field(compare=False)  # of the user's code
+    calls: Sequence[JaxprEqn] = field(compare=False)  # the operation is the last one
+    sides: Sides = field(compare=False, default_factory=dict)
+    left: frozenset[int] = field(compare=False, default=frozenset())  # axes not summed
+    constant: frozenset[int] = field(compare=False, default=frozenset())  # met these
+    depth: int = field(compare=False, default=0)  # how often JAX transposed it
+    of_picked: bool = field(compare=False, default=False)  # data indexed the leaf
+
+    @property
+    def primitive(self) -> str:
+        """JAX's name of the operation."""
+        return str(self.calls[-1].primitive.name)
 
     @property
     def is_gradient(self) -> bool:
         """Whether it leads from results back to inputs."""
         return self.depth % 2 == 1
 
-    def become(self, role: str) -> None:
-        """Set its role in attention, or "fused" if it has another one."""
-        self.role = role if self.role in ("", "table", role) else "fused"
-
-    def revise(self, sides: Mapping[int, str]) -> None:
-        """Override the sides of these axes, also if the use is found again."""
-        self.revised |= {axis: frozenset({side}) for axis, side in sides.items()}
-        self.sides = {**self.sides, **self.revised}
-
-    def meets(self, axis: int) -> bool:
-        """Whether more than a constant was done to an axis."""
-        return bool(self.sides.get(axis, frozenset()) - {CONSTANT})
-
-    def turned(self, left: set[int]) -> bool:
-        """Make constants that are left in a result the inputs of a matrix."""
-        alone = {a for a in self.constant if self.sides[a] == {CONSTANT}}
-        if inside := self.constant & left | alone:
-            outside = {a: OUT for a, x in self.sides.items() if x == {IN}}
-            self.revise(outside | dict.fromkeys(inside, IN))
-        return bool(inside)
-
-    def separate(self, axes: Iterable[int], side: str = OUT) -> None:
-        """Make axes a batch of matrices, where others of this side are left."""
-        for axis in axes:
-            others = [sides for a, sides in self.sides.items() if a != axis]
-            if self.sides.get(axis) == {side} and (
-                {side} in others or {INNER} in others
-            ):
-                self.revise({axis: BATCH})
-
-    def collect(self, axes: Iterable[int]) -> None:
-        """Make axes outputs that a loop computes one by one, if there are no others."""
-        if set().union(*self.sides.values()) <= {IN, BATCH, INNER}:
-            self.revise(dict.fromkeys(axes, OUT))
-
-    def separate_members(self, axes: Iterable[int]) -> None:
-        """The same for a later product's batch: members with one input come first."""
-        for axis in axes:
-            if all(self.sides.get(a) == {BATCH} for a in range(axis)):
-                self.separate([axis])
-
-    def mix(self, inside: set[int], outside: set[int]) -> None:
-        """Data mixed the leaf into matrices, which have these axes in and out."""
-        sides = self.sides
-        inside, outside = (
-            {a for a in axes if sides.get(a) != {BATCH}} for axes in (inside, outside)
-        )
-        both = inside | outside
-        of_output = all(sides.get(axis) == {OUT} for axis in both)
-        if inside and outside and not inside & outside and of_output:
-            after = {a: BATCH if x & {IN, BATCH} else OUT for a, x in sides.items()}
-            self.revise(after | dict.fromkeys(inside, IN))
-
     def is_whole(self, parts: AxisParts, shape: Shape) -> bool:
         """Whether all outputs for one input are along the axes with these parts."""
         out = [axis for axis, sides in self.sides.items() if sides == {OUT}]
         size = math.prod(x.size for of in parts for x in of if x.axis in out)
         return size == math.prod(shape[axis] for axis in out)
+
+
+class Edge(NamedTuple):
+    """What lies between a use and others, or what becomes of its result.
+
+    `decide` says what follows from each kind. `axes` are those of the use's leaf.
+    """
+
+    kind: str
+    use: Use
+    axes: frozenset[int] = frozenset()
+    other: Use | None = None
+    others: frozenset[int] = (
+        frozenset()
+    )  # axes of the other use's leaf, or further ones
+    about: str | tuple[int, ...] = ""  # a role; where a slice begins and ends; heads
 
 
 # Values on the way to a softmax e / s of e = exp(x) with the sum s, in any spelling:
@@ -376,25 +333,14 @@ class Value:
         rows = self.rows | other.rows
         return replace(self, leaves=leaves, sides=sides, picked=picked, rows=rows)
 
-    def feed(self) -> None:
-        """Note that a frozen kernel takes it, as a parameter would."""
-        for use in self.sources:
-            use.takers |= set() if use.is_gradient else {None}
-
 
 def joined(values: Sequence[Value]) -> Value:
     """The record of an elementwise function of these values, without their leaves."""
     results: Results = {}
-    sources = frozenset(use for value in values for use in value.sources)
     for value in values:
         for x, parts in value.results.items():
-            # The results of all layers meet in a residual stream. Those that another
-            # product takes are no longer of interest.
-            old = len(value.results) > 8 and isinstance(x, Use) and x.takers
-            if not old and axes_in(parts):
+            if axes_in(parts):
                 results.setdefault(x, parts)
-    if len(sources) > 8:
-        sources = frozenset(use for use in sources if not use.takers)
     data = [value for value in values if value.data]
     return Value(
         data=bool(data),
@@ -403,7 +349,7 @@ def joined(values: Sequence[Value]) -> Value:
         and all(x.given_floats for x in data),
         activated=any(value.activated for value in values),
         results=results,
-        sources=sources,
+        sources=frozenset(use for value in values for use in value.sources),
         one_hot=bool(data) and all(value.one_hot for value in data),
         is_exponential=any(value.is_exponential for value in values),
         choice=frozenset(use for value in values for use in value.choice),

@@ -1,0 +1,301 @@
+"""One small loss for each way of writing that once changed a reading.
+
+Each is read as it is and in another form that computes the same. `test_rewrites.py`
+has many programs; these are the smallest.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+import jax_muon as jm
+from tests.programs.parts import floats, integers
+
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
+NET = {"w": floats(6, 8), "out": floats(8, 3)}
+MODEL = {"emb": floats(9, 6), **NET}
+X, IDS = floats(5, 6), integers(5)
+
+
+def net(p, x, product=jnp.matmul, w=lambda w: w):
+    """Two layers, whose first matrix is `w(p["w"])`."""
+    return jnp.sum(jnp.tanh(product(x, w(p["w"]))) @ p["out"])
+
+
+def of(w):
+    """Net with a first matrix that is written in another way."""
+    return functools.partial(net, w=w)
+
+
+def by(product):
+    """Net with a first product that is written in another way."""
+    return functools.partial(net, product=product)
+
+
+def model(p, ids):
+    return net(p, p["emb"][ids])
+
+
+def flat(p, ids):
+    vector, back = ravel_pytree(p)
+    return model(back(0.5 * vector + 0.5 * vector), ids)
+
+
+def positions(p, ids):
+    return net(p, p["emb"][ids] + p["pos"])
+
+
+def two(p, x):
+    return jnp.sum(jnp.tanh(x @ p["a"]) @ p["b"])
+
+
+def stacked(p, x):
+    both = jnp.stack([p["a"], p["b"]])
+    return two({"a": both[0], "b": both[1]}, x)
+
+
+def conv(x, w):
+    numbers = ("NWC", "WIO", "NWC")
+    out = lax.conv_general_dilated(
+        x[None], w[None], (1,), "VALID", dimension_numbers=numbers
+    )
+    return out[0]
+
+
+def scaled_rows(p, ids):
+    return jnp.sum((p["emb"][ids] * p["scale"]) @ p["out"])
+
+
+def with_gradient(loss):
+    def new(p, *args):
+        value, slopes = jax.value_and_grad(loss)(p, *args)
+        return value + optax.tree.norm(slopes)
+
+    return new
+
+
+def step(loss):
+    def new(p, *args):
+        slopes = jax.grad(loss)(p, *args)
+        return loss(jax.tree.map(lambda w, g: w - 0.1 * g, p, slopes), *args)
+
+    return new
+
+
+def spectral(p, x, u):
+    """A power iteration whose result divides the matrix."""
+    v = lax.stop_gradient(p["w"] @ u)
+    u = lax.stop_gradient(p["w"].T @ v)
+    return net(p, x, w=lambda w: w / (v @ w @ u))
+
+
+def of_grid(p, y, change=lambda w: w):
+    """All parameters, on a grid of constants."""
+    p = jax.tree.map(change, p)
+    grid = np.ones((5, 6), np.float32)
+    return jnp.mean((jnp.tanh(grid @ p["w"] + p["bias"]) @ p["out"] - y) ** 2)
+
+
+def experts(p, x, weights):
+    gates = weights(x @ p["gate"])
+    y = jnp.einsum("te,teo->to", gates, jnp.einsum("ti,eio->teo", x, p["w"]))
+    return jnp.sum(jnp.tanh(y) @ p["out"])
+
+
+def softmax_by(exp=jnp.exp, inverse=False):
+    def softmax(x):
+        e = exp(x)
+        s = e.sum(-1, keepdims=True)
+        return e * (1 / s) if inverse else e / s
+
+    return lambda p, x: experts(p, x, softmax)
+
+
+def picked(p, x, ids, mask=lambda w, ids: w):
+    return jnp.sum(
+        jnp.tanh(jnp.einsum("ti,tio->to", x, mask(p["w"][ids], ids))) @ p["out"]
+    )
+
+
+def masked(w, ids):
+    return w * (ids >= 0)[:, None, None]
+
+
+def memory(p, x, product=lambda k, m: k @ m.T):
+    weights = jax.nn.softmax(x @ product(p["k"], p["m"]))
+    return jnp.sum(weights @ p["m"] @ p["out"])
+
+
+def with_metric(p, x):
+    """A loss, and an argmax of hidden units that nothing needs."""
+    hidden = jnp.tanh(x @ p["w"])
+    usage = jax.nn.one_hot(jnp.argmax(hidden, -1), 8).T @ x
+    return (jnp.sum(hidden @ p["out"]), usage)[0]
+
+
+def in_while_loop(loss):
+    def new(p, *args):
+        def body(carry):
+            return carry[0] + 1, carry[1] + loss(p, *args)
+
+        return lax.while_loop(lambda carry: carry[0] < 1, body, (0, 0.0))[1]
+
+    return new
+
+
+def in_a_list(p, x):
+    return jnp.sum(jnp.tanh(jnp.tanh(x @ p[0]) @ p[1]) @ p[2])
+
+
+def mean_of_members(loss):
+    return lambda p, *args: jax.vmap(lambda p: loss(p, *args))(p).mean()
+
+
+def members(tree):
+    return jax.tree.map(lambda x: floats(4, *x.shape), tree)
+
+
+def rows_of_a_buffer(x, w):
+    y = jnp.zeros((len(x), w.shape[1]))
+    return lax.fori_loop(0, len(x), lambda i, y: y.at[i].set(x[i] @ w), y)
+
+
+def blocks(x, w):
+    """The first input alone, then the others."""
+    return x[:, :1] @ w[:1] + x[:, 1:] @ w[1:]
+
+
+LAYERS = [floats(6, 8), floats(8, 8), floats(8, 8)]
+EXPERTS = {"gate": floats(6, 4), "w": floats(4, 6, 8), "out": floats(8, 3)}
+GRID = {**NET, "bias": floats(8)}
+SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
+    "rolled": (NET, net, [X], of(lambda w: jnp.roll(jnp.roll(w, 1, 0), -1, 0))),
+    "rows taken": (NET, net, [X], of(lambda w: jnp.take(w, jnp.arange(6), 0))),
+    "rows stacked": (NET, net, [X], of(lambda w: jnp.stack([*w]))),
+    "rows mapped": (NET, net, [X], of(lambda w: lax.map(lambda row: 2 * row, w))),
+    "a block of one row": (NET, net, [X], by(blocks)),
+    "a flat vector": (MODEL, model, [IDS], flat),
+    "stacked": ({"a": floats(6, 6), "b": floats(6, 6)}, two, [X], stacked),
+    "set in a buffer": (
+        NET,
+        net,
+        [X],
+        of(lambda w: jnp.zeros((3, *w.shape)).at[1].set(w)[1]),
+    ),
+    "rows into a buffer": (NET, net, [X], by(rows_of_a_buffer)),
+    "outputs one by one": (
+        NET,
+        net,
+        [X],
+        by(lambda x, w: lax.map(lambda c: x @ c, w.T).T),
+    ),
+    "an identity after": (NET, net, [X], of(lambda w: w @ np.eye(8, dtype="f"))),
+    "an identity before": (NET, net, [X], of(lambda w: np.eye(6, dtype="f") @ w)),
+    "a window of one": (NET, net, [X], by(conv)),
+    "a window of one, looked up": (
+        MODEL,
+        model,
+        [IDS],
+        lambda p, ids: net(p, conv(jax.nn.one_hot(ids, 9), p["emb"])),
+    ),
+    "a gradient": (
+        {"emb": floats(9, 6), "scale": floats(6), "out": floats(6, 3)},
+        scaled_rows,
+        [IDS],
+        with_gradient(scaled_rows),
+    ),
+    "a step": (NET, net, [X], step(net)),
+    "clipped": (
+        GRID,
+        of_grid,
+        [floats(5, 3)],
+        functools.partial(of_grid, change=lambda w: jnp.clip(w, -1e9, 1e9)),
+    ),
+    "powers of two": (EXPERTS, softmax_by(), [X], softmax_by(jnp.exp2)),
+    "a reciprocal": (EXPERTS, softmax_by(), [X], softmax_by(inverse=True)),
+    "a logarithm": (
+        EXPERTS,
+        softmax_by(),
+        [X],
+        lambda p, x: experts(p, x, lambda y: jnp.exp(jax.nn.log_softmax(y))),
+    ),
+    "masked experts": (
+        {"w": floats(4, 6, 8), "out": floats(8, 3)},
+        picked,
+        [X, IDS],
+        functools.partial(picked, mask=masked),
+    ),
+    "operands swapped": (
+        {"k": floats(6, 7), "m": floats(9, 7), "out": floats(7, 3)},
+        memory,
+        [X],
+        functools.partial(memory, product=lambda k, m: (m @ k.T).T),
+    ),
+    "a metric in a loop": (NET, with_metric, [X], in_while_loop(with_metric)),
+}
+OTHERWISE = {  # parameters, loss, arguments: and others of which the same holds
+    "one sample": (
+        ({**MODEL, "pos": floats(5, 6)}, positions, [integers(2, 5)]),
+        ({**MODEL, "pos": floats(5, 6)}, positions, [integers(1, 5)]),
+    ),
+    "one sample of a power iteration": (
+        (NET, spectral, [floats(2, 6), floats(8)]),
+        (NET, spectral, [floats(1, 6), floats(8)]),
+    ),
+    "members": ((NET, net, [X]), (members(NET), mean_of_members(net), [X])),
+    "members on a grid": (
+        (GRID, of_grid, [floats(5, 3)]),
+        (members(GRID), mean_of_members(of_grid), [floats(5, 3)]),
+    ),
+}
+
+
+def reading(params, loss, args):
+    """Labels and axes, without the batch and from the last axis on, by path."""
+    matrices = jm.find_matrices(params, loss, *args)
+    found = {}
+    for path in matrices:
+        x = matrices[path]
+        sides = (x.axes.reduction, x.axes.output) if x.label == "muon" else ()
+        found[path] = [[a - len(x.shape) for a in axes] for axes in sides]
+    return found
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_another_form(name):
+    params, loss, args, other = SAME[name]
+    assert reading(params, other, args) == reading(params, loss, args)
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_other_sizes(name):
+    one, two = OTHERWISE[name]
+    assert reading(*one) == reading(*two)
+
+
+def test_a_list_of_matrices_has_a_head():
+    names = dict(zip("abc", LAYERS, strict=True))
+    by_name = reading(names, lambda p, x: in_a_list([p["a"], p["b"], p["c"]], x), [X])
+    assert [*reading(LAYERS, in_a_list, [X]).values()] == [*by_name.values()]
+    assert not by_name["c"]
+
+
+def test_a_branch_on_the_number_of_samples_is_an_error():
+    """With one sample the loss is another one: neither reading is chosen silently."""
+
+    def loss(p, x):
+        if len(x) == 1:
+            return jnp.sum(x @ p["out"].T @ p["w"].T)
+        return net(p, x)
+
+    square = {"w": floats(6, 6), "out": floats(6, 6)}
+    assert jm.find_matrices(square, loss, floats(2, 6))["out"].role == "head"
+    with pytest.raises(ValueError, match=r"one sample \(\w+\) and three \(\w+\) are"):
+        jm.find_matrices(square, loss, floats(1, 6))

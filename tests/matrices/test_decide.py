@@ -1,0 +1,103 @@
+"""Every rule of `decide` is needed: a program is read otherwise without it."""
+
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jax_muon.matrices.computation import decide
+from jax_muon.matrices.computation.read import read_uses
+from tests.programs import PROGRAMS
+from tests.programs.parts import Program, floats
+
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
+
+def outputs_in_turns(p, x):
+    """One output of w in each turn."""
+    y = lax.map(lambda column: x @ column, p["w"].T)  # (8, 5)
+    return jnp.sum(jnp.tanh(y.T) @ p["out"])
+
+
+def two_products(p, x):
+    """The same matrix with other axes."""
+    y = jnp.tanh(x @ p["w"])  # (5, 6) to (5, 8)
+    z = jnp.einsum("bio,io->bo", x[..., None] * y[:, None], p["w"])
+    return jnp.sum(jnp.tanh(y + z) @ p["out"])
+
+
+SIZES = {"w": floats(6, 8), "out": floats(8, 3)}
+OWN = {
+    loss: Program(loss, SIZES, (floats(5, 6),), {})
+    for loss in (outputs_in_turns, two_products)
+}
+
+# What follows from each kind of edge, and each label: a program that shows it.
+EDGES = {
+    "takes": "grouped_queries",
+    "sliced": "fused_kernels",
+    "heads": "grouped_queries",
+    "gated": "moe_dense_summed_in_the_product",
+    "gates": "branches_kinds_and_a_power_iteration",
+    "summed": "multi_gate_experts_of_several_tasks",
+    "contracts": "gates_first_and_stacked_layers",
+    "weighed": "queries_and_hidden_units_make_gates",
+    "grouped": "views_with_stems_and_a_kernel_resized",
+    "batched": "soft_actor_critic",
+    "in turns": outputs_in_turns,
+    "mixed": "smear",
+    "kernel": "conditional_convolutions",
+    "attends": "rotary_positions_and_normalized_queries",
+    "compared": "transformer_xl",
+    "by gates": "smear",
+    "chooses": "experts_in_a_python_loop",
+    "scales": "branches_kinds_and_a_power_iteration",
+    "either": "prototypes_times_a_matrix",
+    "multiplied": "fused_kernels",
+}
+LABELS = {
+    "_unused": "tied_embedding_and_mlp",
+    "_embedding": "grouped_queries",
+    "_hidden": "sampled_rows_of_the_head",
+    "_elementwise": "sharpness_aware",
+    "_convolved_in_groups": "convolutions",
+    "_complex": "fourier_neural_operator",
+    "_unknown": "prototypes_times_a_matrix",
+    "_contradictory": two_products,
+    "_vector": "soft_actor_critic",
+    "_table": "segments_under_a_mask",
+    "_centers": "deep_kernel_with_inducing_points",
+    "_router": "moe_ragged_dot",
+    "_head": "vision_transformer",
+    "_fused": "fused_kernels",
+    "_kernel_of_role": "convolutions",
+}
+
+
+def readings(program):
+    """All parameters of a program as they are read, or the error."""
+    program = OWN.get(program) or PROGRAMS[program]
+    try:
+        return read_uses(program.loss, program.params, *program.args)
+    except (AssertionError, AttributeError, IndexError, StopIteration, TypeError) as e:
+        return repr(e)
+
+
+def test_all_rules_are_here():
+    assert decide.EDGES.keys() == EDGES.keys()
+    assert [x.__name__ for x in decide.LABELS] == [*LABELS]
+
+
+@pytest.mark.parametrize("kind", EDGES)
+def test_edge(kind, monkeypatch):
+    with_rule = readings(EDGES[kind])
+    monkeypatch.setitem(decide.EDGES, kind, lambda found, edge: None)
+    assert readings(EDGES[kind]) != with_rule
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_label(name, monkeypatch):
+    with_rule = readings(LABELS[name])
+    assert not isinstance(with_rule, str)
+    others = [x for x in decide.LABELS if x.__name__ != name]
+    monkeypatch.setattr(decide, "LABELS", others)
+    assert readings(LABELS[name]) != with_rule
