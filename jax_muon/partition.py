@@ -14,6 +14,7 @@ from jax_muon.base.facts import note
 from jax_muon.matrices.find import Reader, reader
 from jax_muon.matrices.matrices import ADAMW, MUON, Matrices
 from jax_muon.matrices.splits import read_parts, with_splits
+from jax_muon.transforms.adamw import warn_of_float16
 
 # An optax transform, or a function that returns one for the matrices of its group.
 Group: TypeAlias = (
@@ -96,7 +97,7 @@ def partition(
         state = build(params, at_init=True).init(params)
         for label, group in groups.items():
             if not callable(group):
-                _warn_of_float16(label, state.inner_states[label])
+                warn_of_float16(label, state.inner_states[label])
         return state
 
     def update_fn(
@@ -156,19 +157,6 @@ def _check_groups(matrices: Matrices, groups: Mapping[str, Group]) -> None:
         raise ValueError(
             f"no transform for the label {label!r} of {some}; expected {how}"
         )
-
-
-def _warn_of_float16(label: str, state: Any) -> None:
-    """A transform that keeps float16 is mostly AdamW, and NaN after a zero gradient."""
-    for path, x in trees.leaves_with_paths(state):
-        if x.dtype == jnp.float16:
-            warnings.warn(
-                f"the transform for {label!r} keeps {path!r} in float16, where AdamW's "
-                "eps of 1e-8 is 0 and a gradient of 0 gives NaN; use jax_muon.adamw, "
-                "or jax_muon.keep_residual(tx) around the optimizer",
-                stacklevel=3,
-            )
-            return
 
 
 def _for_tree(

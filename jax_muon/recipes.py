@@ -130,7 +130,7 @@ def nanochat(
             scale_by_normuon(decay, matrices=matrices),
             add_cautious_decayed_weights(weight_decay, mask),
             scale_by_shape(matrices=matrices),
-            _descent(learning_rate),
+            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
 
     return _recipe(chain, weight_decay_mask, matrices, adamw, groups)
@@ -210,7 +210,7 @@ def normuon(
             scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=matrices),
             normalize_frobenius(0.2, matrices=matrices),
             add_decayed_weights(weight_decay, mask),
-            _descent(learning_rate),
+            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
 
     return _recipe(chain, weight_decay_mask, matrices, adamw, groups)
@@ -542,13 +542,6 @@ def _polar(
     return NewtonSchulz(ns_steps, coefficients=of_steps, dtype=dtype, **settings)
 
 
-def _descent(
-    learning_rate: optax.ScalarOrSchedule,
-) -> optax.GradientTransformation:
-    rate = checks.rate("learning_rate", learning_rate)
-    return optax.scale_by_learning_rate(rate)
-
-
 def _muon(
     average: optax.GradientTransformation,
     polar: Polar,
@@ -562,7 +555,7 @@ def _muon(
         orthogonalize(polar, matrices=matrices),
         scale_by_shape(adjust_lr_fn, matrices=matrices),
         add_decayed_weights(weight_decay, mask),
-        _descent(learning_rate),
+        optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
     )
 
 

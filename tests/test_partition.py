@@ -105,7 +105,8 @@ def test_types_that_are_returned():
     assert isinstance(matrices["down"].axes, jax_muon.types.MatrixAxes)
     described = jm.describe(optax.sgd(0.1), trees.normal(SHAPES))
     assert isinstance(described, jax_muon.types.Description)
-    step = jm.make_train_step(lambda *x: 0.0, optax.sgd(0.1), jax.make_mesh((1,), "x"))
+    tx = jm.on_mesh(optax.sgd(0.1), jax.make_mesh((1,), "x"))
+    step = jm.make_train_step(lambda *x: 0.0, tx)
     assert isinstance(step, jax_muon.types.TrainStep)
 
 

@@ -1,8 +1,10 @@
 """AdamW in at least float32, for the parameters that are not matrices."""
 
+import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jax_muon.base import checks, dtypes, trees
@@ -78,3 +80,19 @@ def adamw(
         return jax.tree.map(lambda u, g: u.astype(g.dtype), new, updates), state
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def warn_of_float16(label: str, state: Any) -> None:
+    """Warn of a transform that keeps float16: mostly AdamW, NaN after a zero gradient.
+
+    `label` names it, and `state` is its own.
+    """
+    for path, x in trees.leaves_with_paths(state):
+        if x.dtype == jnp.float16:
+            warnings.warn(
+                f"the transform for {label!r} keeps {path!r} in float16, where AdamW's "
+                "eps of 1e-8 is 0 and a gradient of 0 gives NaN; use jax_muon.adamw, "
+                "or jax_muon.keep_residual(tx) around the optimizer",
+                stacklevel=4,
+            )
+            return
