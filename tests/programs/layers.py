@@ -231,3 +231,38 @@ def encoder_without_a_head(p, ids):
     for layer in p["layers"]:
         x = jnp.tanh(x @ layer["up"]) @ layer["down"]
     return jnp.mean(x)
+
+
+@between(
+    inputs=Leaf("io", WIDTH, 2 * HIDDEN),
+    window=Leaf("adamw", 4, HIDDEN),
+    select=Leaf("io", HIDDEN, 3 + 2 * 5),
+    step=Leaf("io", 3, HIDDEN),
+    log_a=Leaf("adamw", HIDDEN, 5),
+    skip=Leaf("adamw", HIDDEN),
+    outputs=Leaf("io", HIDDEN, WIDTH),
+)
+def selective_state_space(x, p):
+    """Mamba: data chooses what its states of five numbers a channel keep."""
+
+    def per_time(y):
+        return jnp.swapaxes(y, 0, 1)
+
+    hidden, gate = jnp.split(rms(x) @ p["inputs"], 2, -1)
+    before = jnp.pad(hidden, ((0, 0), (3, 0), (0, 0)))
+    taps = [before[:, i : i + LENGTH] * p["window"][i] for i in range(4)]
+    hidden = jax.nn.silu(sum(taps))
+    step, b, c = jnp.split(hidden @ p["select"], [3, 8], -1)
+    step = jax.nn.softplus(step @ p["step"])
+    rates = -jnp.exp(p["log_a"])
+
+    def turn(state, now):
+        y, step, b, c = now
+        kept = jnp.exp(step[..., None] * rates) * state
+        state = kept + (step * y)[..., None] * b[:, None]
+        return state, jnp.einsum("bdn,bn->bd", state, c)
+
+    rows = [per_time(y) for y in (hidden, step, b, c)]
+    states = jnp.zeros((x.shape[0], HIDDEN, 5))
+    y = per_time(lax.scan(turn, states, rows)[1]) + hidden * p["skip"]
+    return x + (y * jax.nn.silu(gate)) @ p["outputs"]
