@@ -1,5 +1,7 @@
 """State: how it is sharded, and runs that go on in another layout."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,6 +58,15 @@ def test_state_is_sharded_as_abstract_state_says(where, kind):
     assert_placed(state)
     for path, x in after.items():
         assert x.sharding.is_equivalent_to(params[path].sharding, x.ndim)
+
+
+def test_on_mesh_is_a_transform_of_optax():
+    """A key of jit's cache, a pair, and a copy of it knows as much."""
+    tx = jm.on_mesh(optax.sgd(0.1, momentum=0.9), mesh_of(8), divide="data")
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    assert tx in {tx} and (tx.init, tx.update) == (*tx,)
+    found = copy.copy(tx).abstract_state({"w": jnp.ones((64, 64))})
+    assert {x.sharding.spec for x in jax.tree.leaves(found)} == {PartitionSpec("data")}
 
 
 def test_zeros_without_the_sharding_of_parameters():
