@@ -16,6 +16,20 @@ from tests.rewrites import (  # noqa: F401, they register rewrites
     parameters,
     sizes,
 )
-from tests.rewrites.case import REWRITES, changes, programs, sample
+from tests.rewrites.case import (
+    DOCUMENTED,
+    REWRITES,
+    changes,
+    is_documented,
+    programs,
+    sample,
+)
 
-__all__ = ["REWRITES", "changes", "programs", "sample"]
+__all__ = [
+    "DOCUMENTED",
+    "REWRITES",
+    "changes",
+    "is_documented",
+    "programs",
+    "sample",
+]

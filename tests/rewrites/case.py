@@ -52,13 +52,11 @@ class Rewrite:
       change: of a case; None if it does not apply to that one.
       sizes: those of tests/programs/sizes.py that are others.
       setting: of JAX, in which the program is read.
-      page: what docs/parameters.md says, if it is read in another way.
     """
 
     change: Callable[[Case], Case | None] = lambda case: case
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     setting: Callable[[], Any] = contextlib.nullcontext
-    page: str = ""
 
 
 REWRITES: dict[str, Rewrite] = {}
@@ -68,6 +66,31 @@ def register(kind: str, changes: Mapping[str, Any], of: Any = lambda x: x) -> No
     """Add rewrites `of(change)` called "kind: name"."""
     for name, change in changes.items():
         REWRITES[f"{kind}: {name}"] = Rewrite(of(change))
+
+
+# What is read in another way, of all programs or of one: words of docs/parameters.md.
+DOCUMENTED = {
+    "a broadcast and a sum is elementwise": [
+        ("x @ w: broadcast and summed", None),
+        ("x @ w: a sum of rank one", None),
+    ],
+    "passes it to a kernel that hides it": [
+        ("sizes: equal widths", "product_in_a_kernel"),
+        ("loss: a jvp inside", "product_in_a_kernel"),
+    ],
+    "it is data if what it makes goes through a function": [
+        ("parameter: times an identity", "selective_state_space"),
+        ("parameter: an identity times it", "selective_state_space"),
+        ("parameter: rotated and back", "selective_state_space"),
+        ("parameter: rotated and back in front", "selective_state_space"),
+    ],
+}
+EXCEPTIONS = [pair for pairs in DOCUMENTED.values() for pair in pairs]
+
+
+def is_documented(title: str, name: str) -> bool:
+    """Whether the page says that a rewrite changes the reading of a program."""
+    return (title, name) in EXCEPTIONS or (title, None) in EXCEPTIONS
 
 
 # --- programs -------------------------------------------------------------------------

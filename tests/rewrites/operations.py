@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from tests.rewrites.case import REWRITES, dataclasses, is_float, register
+from tests.rewrites.case import dataclasses, is_float, register
 
 # --- a jaxpr, run with rules ----------------------------------------------------------
 
@@ -360,12 +360,6 @@ register(
     },
     of_products,
 )
-
-for name in ("broadcast and summed", "a sum of rank one"):
-    REWRITES[f"x @ w: {name}"] = dataclasses.replace(
-        REWRITES[f"x @ w: {name}"],
-        page="A product written as a broadcast and a sum is elementwise",
-    )
 
 # --- lookups, and joins of arrays -----------------------------------------------------
 
