@@ -169,8 +169,8 @@ def _batched(found: Facts, edge: Edge) -> None:
 
 def _in_turns(found: Facts, edge: Edge) -> None:
     """Outputs one by one, as lax.map(lambda c: x @ c, w.T); rows of w in each turn."""
-    known = set().union(*found.sides[edge.use].values())
-    if known <= {IN, BATCH, INNER}:
+    left = [x for x in found.sides[edge.use].values() if x != {BATCH}]
+    if all(x == {IN} for x in left) or left == [{INNER}]:
         found.revise(edge.use, dict.fromkeys(edge.axes, OUT))
 
 
@@ -310,7 +310,7 @@ def parameter(
         reason = f"used like data, with matrices of its own at {trace.inputs[path]}"
     if not_a_matrix(shape, leaf.dtype):
         label, role, axes = ADAMW, "vector" if label == MUON else role, None
-    elif role == "kernel" and "router" in trees.words(path):
+    elif role in ("kernel", "convolution") and "router" in trees.words(path):
         label, role, reason = ADAMW, "router", f"a router, by its name; {reason}"
     elif label == MUON and not is_split:
         reason += _split(of_leaf, role) or _stacked(path, role, axes)

@@ -242,10 +242,10 @@ def _of_leaves(trace: Trace, product: Product) -> Value:
         result = result.with_leaves(part, len(product.shape))
         result = result.with_side(INNER, inner[i])
     for place, other in zip(*product.contract, strict=True):
-        of_first, of_second = first.axes_in([place]), second.axes_in([other])
-        for one, two in itertools.product(_pairs(of_first), _pairs(of_second)):
-            trace.met[one].add(two)
-            trace.met[two].add(one)
+        pairs = *_pairs(first.axes_in([place])), *_pairs(second.axes_in([other]))
+        if len(pairs) == 2 and pairs[0][0] != pairs[1][0]:
+            for one, two in itertools.permutations(pairs):
+                trace.met[one].add(two)
     return result
 
 
@@ -363,7 +363,8 @@ def _attend(
                 trace.inputs.setdefault(use.path, use.line)
     for use in values:
         trace.note("attends", use, about="value")
-    for use in weights.sources.difference(*scores.operands):
+    paths = {use.path for uses in scores.operands for use in uses}
+    for use in [x for x in weights.sources if x.path not in paths]:
         inputs = trace.inputs_of[use]
         if len([x for x in scores.operands if x & inputs]) == 1:
             parts = weights.results.get(use)

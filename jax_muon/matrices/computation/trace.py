@@ -244,9 +244,11 @@ class Trace:
             return
         if features is None:
             rows = [leaf for leaf in value.leaves if self._has_rows(value, leaf)]
-            features = {x: axes_in(of[-1:]) for x, of in value.leaves.items()}
-            if len(rows) == 1 < len(value.leaves):
-                features = {x: {*()} if x in rows else {0} for x in value.leaves}
+            if len(rows) != 1 or len(value.leaves) == 1:
+                features = {x: axes_in(of[-1:]) for x, of in value.leaves.items()}
+            else:
+                features = {x: axes_in(of) for x, of in value.leaves.items()}
+                features |= {rows[0]: set()}
         for leaf in features if any(features.values()) else ():
             is_whole = {SUMMED} not in value.sides.get(leaf, {}).values()
             if len(value.inner(leaf)) == 1 and is_whole and not features[leaf]:
