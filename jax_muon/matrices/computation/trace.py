@@ -313,6 +313,7 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if any(x.leaves for x in cases) and all(x == cases[0] for x in cases):
         return cases[0]  # whatever chooses, as `vmap` does for the branches of a cond
     shapes = [shape_of(v) for v in eqn.invars]
+    pairs = [*zip(values, shapes, strict=True)]
     values = [_repeated(*x, shape) for x in zip(values, shapes, strict=True)]
     fits = all(_fits(x, shape) for x in shapes) and name not in _HIDING
     if not fits:
@@ -341,6 +342,8 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         if not value.data and (is_function or _is_added(name, value, values, shape)):
             trace.note_input(value, eqn)
     result.is_exponential |= _is_exponential(name, values)
+    if name in SUMS and any(not (x.data or x.leaves or s) for x, s in pairs):
+        result.is_exponential = False  # 1 + exp(-x), as in a logistic function
     result.softmax = _softmax(eqn, values)
     if name == "mul":
         _multiply(trace, values, shapes)
