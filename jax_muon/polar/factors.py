@@ -135,16 +135,16 @@ class NewtonSchulz:
         return None if alone else jnp.dtype(self.dtype)
 
 
-def PolarExpress(
-    steps: int = 5, *, lower: float = 1e-3, **settings: Any
-) -> NewtonSchulz:
+@dataclasses.dataclass(frozen=True)
+class PolarExpress(NewtonSchulz):
     """A `NewtonSchulz` by the Polar Express, arXiv 2505.16932: optimal quintics.
 
     Args:
       steps: number of quintics.
       lower: smallest relative singular value that is brought to 1.
-      **settings: all others of `NewtonSchulz`; norm_factor is 1.02, and eps 1e-6. For
-        another cushion or safety, see `jax_muon.polar.coefficients`.
+      norm_factor: see `NewtonSchulz`, also for all other settings. For another cushion
+        or safety, see `jax_muon.polar.coefficients`.
+      eps: see `norm_factor`.
 
     Examples:
       >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))
@@ -152,9 +152,18 @@ def PolarExpress(
       >>> bool(jnp.allclose(y @ y.mT, jnp.eye(8)[None], atol=1e-4))
       True
     """
-    margins = {"norm_factor": 1.02, "eps": 1e-6}
-    table = polar_express_coefficients(steps, lower=lower)
-    return NewtonSchulz(coefficients=table, **margins | settings)
+
+    steps: int = 5
+    _: dataclasses.KW_ONLY
+    lower: float = 1e-3
+    coefficients: Any = dataclasses.field(init=False, repr=False)
+    norm_factor: float = 1.02
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        table = polar_express_coefficients(self.steps, lower=self.lower)
+        object.__setattr__(self, "coefficients", table)
+        super().__post_init__()
 
 
 @dataclasses.dataclass(frozen=True)

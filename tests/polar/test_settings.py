@@ -1,6 +1,7 @@
 """Polar factors as objects: what they accept, and that they are values."""
 
 import copy
+import dataclasses
 import pickle
 import re
 
@@ -32,13 +33,20 @@ def test_equal_settings_are_equal():
     assert table.coefficients == (triple, triple)
 
 
-def test_polar_express_hands_all_settings_on():
+def test_polar_express_is_a_newton_schulz_with_its_own_name():
+    """And hands all settings on."""
     margins = {"norm_factor": 1.02, "eps": 1e-6}
     table = polar_express_coefficients(6, lower=2e-3)
     for more in ({"dtype": "float32", "form": "gram"}, {"kernels": True}):
-        assert jm.PolarExpress(6, lower=2e-3, norm="schatten4", **more) == (
-            jm.NewtonSchulz(coefficients=table, norm="schatten4", **margins, **more)
-        )
+        settings = {"norm": "schatten4"} | more
+        express = jm.PolarExpress(6, lower=2e-3, **settings)
+        plain = jm.NewtonSchulz(coefficients=table, **margins, **settings)
+        assert isinstance(express, jm.NewtonSchulz)
+        found, same = vars(express), jm.PolarExpress(6, lower=2e-3, **settings)
+        assert found == vars(plain) | {"lower": 2e-3} and express == same
+        assert repr(express).startswith("PolarExpress(steps=6, norm_factor=1.02")
+        fewer = dataclasses.replace(express, steps=3)
+        assert fewer == jm.PolarExpress(3, lower=2e-3, **settings)
 
 
 def traced_steps():
