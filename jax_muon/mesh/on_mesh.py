@@ -7,18 +7,16 @@ parameters, and updates go out sharded like these.
 """
 
 import contextlib
-import operator
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon.base import array_types, checks, facts, trees
+from jax_muon.base import array_types, checks, facts
 from jax_muon.base.dtypes import wire_dtype
 from jax_muon.base.specs import AxisName, checked_axes, dividing, spelled
 from jax_muon.mesh import hardware, xla_options
@@ -205,42 +203,34 @@ class MeshOptimizer:
         params = checks.arrays("params", params)
         placed = self.layout.of_leaves(params)
 
-        def abstract(x: Any, kind: str | None = None) -> Any:
-            sharding = spelled(placed.mesh, jax.typeof(x).sharding.spec, kind)
+        def at(x: Any, spec: PartitionSpec, kind: str | None = None) -> Any:
+            sharding = spelled(placed.mesh, spec, kind)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        leaves = jax.tree.leaves(typed(params, placed, placed.param_specs))
         treedef: Any = jax.tree.structure(params)
-        whole = treedef.unflatten(map(abstract, leaves, placed.memory_kinds))
-        return whole, jax.tree.map(abstract, self._typed_state(params, placed))
+        rows = jax.tree.leaves(params), placed.param_specs, placed.memory_kinds
+        state = self._typed_state(params, placed)
+        return treedef.unflatten(map(at, *rows)), jax.tree.map(
+            lambda x: at(x, jax.typeof(x).sharding.spec), state
+        )
 
     def xla_options(
         self,
         params: Any,
         axis: AxisName | None = None,
-        by_layer: Sequence[Any] | None = None,
+        scans: Sequence[str] | None = None,
     ) -> dict[str, Any]:
-        """See `OnMesh`; a step knows for each parameter if `scan_layers` gathers it."""
+        """See `OnMesh`; a step knows which scan takes each parameter, "" for none."""
         params = checks.arrays("params", params)
-        placed, named = self.layout.of_leaves(params), trees.leaves_with_paths(params)
-        if by_layer is None:
-            read = self.layout.read(params)
-            known = [read.get(path) for path, _ in named]
-            by_layer = [x is not None and x.scan == "scan_layers" for x in known]
-            by_xla = [bool(x and x.scanned and x.scan != "scan_layers") for x in known]
-        else:
-            by_xla = [False] * len(named)
-        sharded = [any(dividing(x, placed.mesh.shape)) for x in placed.param_specs]
-        by_one = map(operator.and_, map(bool, by_layer), sharded)
-        leaves = [
-            (x.size * np.dtype(x.dtype).itemsize, x.shape[0] if scans else 0)
-            for (_, x), scans in zip(named, by_one, strict=True)
-        ]
-        xla_gathers_layers = any(map(operator.and_, by_xla, sharded))
-        axes = checked_axes("axis", axis, placed.mesh)
-        return xla_options.of_leaves(
-            placed.mesh, axes, leaves, any(sharded), xla_gathers_layers
-        )
+        placed = self.layout.of_leaves(params)
+        if scans is None:
+            known = map(self.layout.read(params).get, placed.paths)
+            scans = [x.scan or "lax.scan" if x and x.scanned else "" for x in known]
+        mesh, rows = placed.mesh, zip(scans, placed.param_specs, strict=True)
+        # None for what is not sharded, and so not gathered.
+        by = [scan if any(dividing(x, mesh.shape)) else None for scan, x in rows]
+        axes, leaves = checked_axes("axis", axis, mesh), jax.tree.leaves(params)
+        return xla_options.of_leaves(mesh, axes, leaves, by)
 
     def _typed_state(self, params: Any, placed: Placed) -> Any:
         """The state's types; JAX remembers them, and a step does not trace `init`."""

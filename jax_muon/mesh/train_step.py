@@ -165,7 +165,8 @@ class TrainStep:
         """XLA's options for these arguments, or their shapes, which the step uses."""
         del state
         numbers = self.gathers(params, batch, *others).numbers
-        return self.tx.optimizer.xla_options(params, by_layer=numbers)
+        scans = ["scan_layers" if number else "" for number in numbers]
+        return self.tx.optimizer.xla_options(params, scans=scans)
 
     def _jit(self, *args: Any) -> Any:
         """The jitted step, with the compiler's options for its first arguments."""

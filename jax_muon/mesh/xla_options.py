@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 # Number of buckets in which all parameters are sent; XLA's own hold 30 MB, a tenth of a
@@ -35,42 +36,41 @@ XLA_GATHERS_LAYERS = {
 
 
 def of_leaves(
-    mesh: Mesh,
-    axes: Sequence[str],
-    leaves: Sequence[tuple[int, int]],
-    gathers_first: bool,
-    xla_gathers_layers: bool = False,
+    mesh: Mesh, axes: Sequence[str], leaves: Sequence[Any], scans: Sequence[str | None]
 ) -> dict[str, Any]:
     """Compiler options for a train step on this mesh.
 
     Args:
       mesh: the mesh that the step runs on.
       axes: mesh axes that divide the batch.
-      leaves: bytes of each parameter, and how many layers it has if `scan_layers`
-        gathers these one at a time, or else 0.
-      gathers_first: whether parameters are sharded between steps and gathered when one
-        begins; otherwise updates are gathered at its end.
-      xla_gathers_layers: whether a plain scan takes layers that are sharded.
+      leaves: the parameters, or their shapes.
+      scans: for each of them None if it is not sharded; "scan_layers" or "lax.scan" if
+        this takes its layers one at a time; "" if it is gathered whole.
 
     Returns:
       Options for `jax.jit`; {} on one device, and for devices other than GPUs.
     """
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return {}
-    layer = sum(size / layers for size, layers in leaves if layers)  # bytes of one
-    if xla_gathers_layers and not layer:
+    sizes = [x.size * np.dtype(x.dtype).itemsize for x in leaves]
+    rows = zip(sizes, leaves, scans, strict=True)
+    # Bytes of one layer that is gathered, of all parameters together.
+    layer = sum(size / x.shape[0] for size, x, by in rows if by == "scan_layers")
+    if "lax.scan" in scans and not layer:
         return _known(XLA_GATHERS_LAYERS)
-    sizes, total = [mesh.shape[name] for name in axes], sum(size for size, _ in leaves)
-    parts = mesh.size // math.prod(sizes)
+    # Otherwise updates are gathered, at the end of a step.
+    gathers_first = any(by is not None for by in scans)
+    total, on_axes = sum(sizes), [mesh.shape[name] for name in axes]
+    parts = mesh.size // math.prod(on_axes)
     # Bytes received: a whole leaf by a gather, one shard of it by a scatter.
     buckets = GATHERS_FIRST if gathers_first else GATHERS_LAST
     gather = max(LEAST_BUCKET, total / buckets)
     scatter = max(LEAST_BUCKET, total / SCATTERS) / mesh.size
-    if layer and math.prod(sizes) < MANY_DEVICES:
+    if layer and math.prod(on_axes) < MANY_DEVICES:
         gather, scatter = max(LEAST_BUCKET, layer / 2), LEAST_BUCKET / mesh.size
     elif layer:  # all of one in one collective, also over a part of the mesh axes
         gather = max(LEAST_BUCKET, 1.1 * layer)
-        scatter = gather / parts / min((n for n in sizes if n > 1), default=1)
+        scatter = gather / parts / min((n for n in on_axes if n > 1), default=1)
     # More than ten in flight would keep more gradients in memory. In a CUDA graph of
     # even a single branch, the host never waits for a predicate.
     options = {

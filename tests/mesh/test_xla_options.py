@@ -30,20 +30,24 @@ def thresholds(options):
     ]
 
 
-def options(sizes, mesh, axes=("a",), gathers_first=True):
-    return xla_options.of_leaves(mesh, axes, sizes, gathers_first)
+def bfloat16(*shape):
+    return jax.ShapeDtypeStruct(shape, "bfloat16")
+
+
+def options(leaves, mesh, axes=("a",), by=""):
+    return xla_options.of_leaves(mesh, axes, leaves, len(leaves) * [by])
 
 
 def test_options_by_bytes_and_platform():
     """Buckets by all bytes, on GPUs; nothing anywhere else, or on one GPU."""
     size = 2 * 64 * 8_000_000
-    leaves = [(size, 0)]
+    leaves = [bfloat16(64, 8_000_000)]
     rows = [
         (leaves, mesh_of(8), {}, [size / 64, size / 32 / 8]),
-        (leaves, mesh_of(8), {"gathers_first": False}, [size / 16, size / 32 / 8]),
+        (leaves, mesh_of(8), {"by": None}, [size / 16, size / 32 / 8]),
         # Over two of 16 devices each holds one half.
         (leaves, mesh_of(8, 2), {}, [size / 64 / 2, size / 32 / 16]),
-        ([(32, 0)], mesh_of(8), {}, [4_000_000, 500_000]),
+        ([bfloat16(16)], mesh_of(8), {}, [4_000_000, 500_000]),
     ]
     for tree, mesh, given, expected in rows:
         assert thresholds(options(tree, mesh, **given)) == expected
@@ -58,18 +62,19 @@ DOUBLE = "xla_gpu_enable_while_loop_double_buffering"
 def test_options_for_layers_that_a_loop_gathers():
     """Two buffers for the loop, and one bucket for all of a layer."""
     layer, both = 3 * 4096 * 4096 * 2, ("a", "b")
-    stack = [(4 * layer, 4), (64, 0)]
-    found = options(stack, mesh_of(16))
+    given = {"leaves": [bfloat16(4, 3 * 4096, 4096)], "by": "scan_layers"}
+    found = options(mesh=mesh_of(16), **given)
     assert found[DOUBLE]
     # jaxlib 0.12 has no such option.
     assert not found.get("xla_gpu_enable_pipelined_reduce_scatter", False)
     for threshold, received in zip(thresholds(found), (layer, layer / 16), strict=True):
         assert received < threshold < 2 * received
     # Over a part of the mesh axes, as in HSDP, a device receives more of it.
-    hsdp = thresholds(options(stack, mesh_of(8, 2), both))
+    hsdp = thresholds(options(mesh=mesh_of(8, 2), axes=both, **given))
     assert layer / 2 < hsdp[1] < layer
     # Among few devices smaller ones, beside which others need not wait long.
-    assert thresholds(options(stack, mesh_of(8))) == [layer / 2, 4_000_000 / 8]
+    few = thresholds(options(mesh=mesh_of(8), **given))
+    assert few == [layer / 2, 4_000_000 / 8]
 
 
 def scanned_by(scan):
@@ -103,8 +108,8 @@ def test_options_of_an_optimizer_and_of_a_step(scan, monkeypatch):
     seen = []
     monkeypatch.setattr(xla_options, "of_leaves", lambda *args: seen.append(args) or {})
     assert jm.make_train_step(loss, tx).xla_options(params, None, x) == {}
-    layers = [count for _, count in seen[0][2]]
-    assert layers == ([0, 2, 2] if by_scan_layers else [0, 0, 0])
+    by = "scan_layers" if by_scan_layers else ""
+    assert seen[0][3] == ["", by, by]
 
 
 def test_options_that_xla_does_not_know_are_left_out():
