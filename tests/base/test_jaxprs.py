@@ -3,6 +3,7 @@
 import gc
 import inspect
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas  # noqa: F401
 from jax.extend.core import Primitive
@@ -51,3 +52,67 @@ def test_lines_are_the_users():
         (rows, jnp.array([1]), f"test_jaxprs.py:{first + 1}"),
     ):
         assert jm.find_matrices(X, loss, x)[""].reason.endswith(f" at {line}")
+
+
+def dots(function, *args):
+    """The operations of products in a function, behind those that call them."""
+
+    def walk(jaxpr, calls=()):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                yield (*calls, eqn)
+            for x in eqn.params.values():
+                inside = getattr(x, "jaxpr", x)
+                if hasattr(inside, "eqns"):
+                    yield from walk(inside, (*calls, eqn))
+
+    return [*walk(jax.make_jaxpr(function)(*args).jaxpr)]
+
+
+def test_transpositions():
+    """Of a gradient once, of a penalty of it twice; checkpoint computes again."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+    def penalty(w, x):
+        return jnp.sum(jax.grad(loss, 1)(w, x) ** 2)
+
+    w = jnp.ones((4, 3))
+    for function, expected in (
+        (jax.grad(loss), [0, 1]),
+        (jax.grad(jax.checkpoint(loss)), [0, 0, 1]),
+        (jax.grad(penalty), [0, 1, 2, 2, 1]),
+        (jax.grad(jax.checkpoint(penalty)), [0, 1, 0, 1, 2, 2, 1]),
+    ):
+        found = [jaxprs.transpositions(calls) for calls in dots(function, w, X)]
+        assert found == expected
+
+
+def test_places_tell_turns_of_a_loop_from_others_in_one_line():
+    def loop(x, matrices):
+        for w in matrices:
+            x = x @ w
+        return x
+
+    def line(x, matrices):
+        return x @ matrices[0] @ matrices[1]
+
+    matrices = [jnp.ones((4, 4))] * 2
+    for function, same in ((loop, True), (line, False)):
+        one, two = map(jaxprs.places_of, dots(function, X, matrices))
+        assert (one == two) is same
+
+
+def test_operations_are_those_that_compute():
+    """With one row JAX leaves out broadcasts, but no operation."""
+
+    def function(x):
+        return jax.jit(jnp.tanh)(x.reshape(-1, 4)) + x.mean(0, keepdims=True)
+
+    names = [
+        jaxprs.operations(jax.make_jaxpr(function)(jnp.ones((n, 4))).jaxpr)
+        for n in (1, 3)
+    ]
+    assert names[0] == names[1]
+    assert {"tanh", "add"} <= {*names[0]} and "reshape" not in names[0]
