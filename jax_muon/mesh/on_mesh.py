@@ -162,7 +162,7 @@ class MeshOptimizer:
     def _init(self, params: optax.Params) -> Any:
         placed = self.layout.of_leaves(params)
         with self._explicit_axes(placed.mesh):
-            state = self.tx.init(_reshard(_on_devices(params), placed.state_specs))
+            state = self.tx.init(_reshard(on_devices(params), placed.state_specs))
         return _on_users_axes(state, placed.mesh)
 
     def update(
@@ -191,7 +191,7 @@ class MeshOptimizer:
         kinds = [*placed.memory_kinds, *map(_memory_kind, jax.tree.leaves(state))]
         with self._explicit_axes(placed.mesh):
             specs = [*placed.state_specs, *typed, *again]
-            resharded = _reshard(_on_devices((updates, state, params)), specs)
+            resharded = _reshard(on_devices((updates, state, params)), specs)
             extra_args = array_types.replicated(extra_args)
             updates, state = self.tx.update(*resharded, **extra_args)
             updates = _reshard(updates, placed.param_specs, self.gather_dtype)
@@ -322,7 +322,7 @@ def _memory_kind(x: Any) -> str | None:
     return "pinned_host" if on_host else None
 
 
-def _on_devices(tree: Any) -> Any:
+def on_devices(tree: Any) -> Any:
     """Arrays in the memory of devices."""
     to = jax.memory.Space.Device
     return jax.tree.map(lambda x: jax.device_put(x, to) if _memory_kind(x) else x, tree)

@@ -26,9 +26,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_muon.base import checks, jaxprs, trees
 from jax_muon.base.array_types import setting
 from jax_muon.base.dtypes import wide
-from jax_muon.base.specs import dividing
+from jax_muon.base.specs import dividing, spelled
 from jax_muon.mesh.layout import Placed, sharded
-from jax_muon.mesh.on_mesh import OnMesh
+from jax_muon.mesh.on_mesh import OnMesh, on_devices
 from jax_muon.mesh.wire import Scans, Wire
 
 Step = tuple[Any, Any, dict[str, Any]]  # parameters, state, metrics
@@ -183,6 +183,7 @@ class TrainStep:
         placed = optimizer.layout.of_leaves(params)
         mesh, axes = placed.mesh, PartitionSpec(placed.mesh.axis_names)
         gathers = self.gathers(params, batch, *others)
+        params = on_devices(params)
         of_params, of_state = (
             [dividing(spec, mesh.shape) for spec in x]
             for x in (placed.param_specs, placed.state_specs)
@@ -212,8 +213,12 @@ class TrainStep:
         after = jax.tree.map(
             lambda old, new: new if jnp.issubdtype(old.dtype, jnp.inexact) else old,
             params,
-            optax.apply_updates(params, updates),
+            optax.apply_updates(params, on_devices(updates)),
         )
+        if any(placed.memory_kinds):  # back to the host
+            of_leaf = functools.partial(spelled, mesh)
+            places = map(of_leaf, placed.param_specs, placed.memory_kinds)
+            after = jax.device_put(after, treedef.unflatten(places))
         return after, state, metrics
 
     def _wire(self, placed: Placed) -> Wire:

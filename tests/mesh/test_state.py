@@ -142,6 +142,20 @@ def test_memory_kinds(kind):
             np.testing.assert_allclose(updates["up"], 1.9, rtol=1e-6)
 
 
+def test_memory_kinds_in_a_step():
+    """Parameters between steps in the memory of the host."""
+    mesh, params = mesh_of(8), {"w": jnp.ones((64, 16))}
+    where = NamedSharding(mesh, PartitionSpec("data"), memory_kind="pinned_host")
+    tx = jm.on_mesh(optax.sgd(1.0), where)
+    step = jm.make_train_step(lambda p, x: jnp.mean(x @ p["w"]), tx)
+    placed, state = step.init(params)
+    for _ in range(2):
+        assert placed["w"].sharding.memory_kind == "pinned_host"
+        placed, state, _ = step(placed, state, jnp.ones((8, 64)))
+    np.testing.assert_allclose(placed["w"], 1 - 2 / 16, rtol=1e-6)
+    assert step._jitted._cache_size() == 1
+
+
 # --- keep_residual --------------------------------------------------------------------
 
 
