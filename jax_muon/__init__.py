@@ -4,6 +4,8 @@ Examples in docstrings assume `import jax, optax`, `import jax.numpy as jnp` and
 `import jax_muon as jm`.
 """
 
+from jax_muon import contrib as contrib
+from jax_muon import types as types
 from jax_muon.matrices.find import find_matrices
 from jax_muon.matrices.matrices import Matrices
 from jax_muon.matrices.splits import Split, with_splits
