@@ -257,6 +257,8 @@ def _scan(
     `run` maps (consts, carry, layer) to (carry, ys), with shapes as `results`. The
     shards come again, divided as gradients are to be: by a stage of `scatters` each.
     """
+    # For 12 layers (768, 3072) on 8 devices: shards [(12, 96, 3072)] of all layers,
+    # and a gathered layer [(768, 3072)].
 
     def layer_at(shards: list[Any], i: Any) -> list[Any]:
         i = jnp.clip(i, 0, len(shards[0]) - 1)  # beyond an end, the last one there
@@ -275,7 +277,7 @@ def _scan(
 
         def step(state: Any, i: Any) -> Any:
             carry, layer = state
-            ahead = layer_at(shards, i + 1)
+            ahead = layer_at(shards, i + 1)  # on its way while layer i runs
             (carry, ys), saved = run_layer(consts, carry, layer)
             return (carry, ahead), (ys, saved)
 
@@ -294,6 +296,9 @@ def _scan(
             )
 
         def step(state: Any, inputs: Any) -> Any:
+            # `layer` is whole layer i, and `waiting` has gradients of later layers: of
+            # layer i + 1 (768, 3072), to be scattered; with replicas also of layer
+            # i + 2 (96, 3072), to be summed over these.
             d_carry, total, layer, waiting, d_shards = state
             i, pull, d_ys = inputs
             *waiting, done = (f(x) for f, x in zip(scatters, waiting, strict=True))
@@ -317,6 +322,7 @@ def _scan(
         (d_carry, d_consts, _, waiting, d_shards), _ = jax.lax.scan(
             step, start, inputs, reverse=True
         )
+        # Layer 1 has one stage left, if there are two, and layer 0 has all of them.
         for late in reversed(range(len(scatters))):
             done = waiting[late]
             for scatter in scatters[late:]:

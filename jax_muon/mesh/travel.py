@@ -135,6 +135,8 @@ def _packed(
     stacks: Mapping[Pool, Array], round_: Round
 ) -> Float[Array, "owners width"]:
     """The shards of this device for each owner, filled up with zeros."""
+    # 12 matrices (768, 3072) over 8 devices, whose shards are (96, 3072): four owners
+    # get two and four get one, so rows (8, 2 * 96 * 3072) with zeros in four halves.
     rows = []
     for owners, _, matrices in round_.runs():
         parts = [
