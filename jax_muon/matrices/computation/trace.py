@@ -360,12 +360,13 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             trace.use(value, "elementwise", eqn)
             made = [x for x in made if x is not value]
     for value in active if name in ("mul", "div") and len(made) == 1 else ():
-        own = {*value.sources}
-        while more := {y for x in own for y in trace.inputs_of[x]} - own:
+        # w / (v @ w @ u), where v = w @ u: all that v and u come from are uses of w.
+        own, more = set(), {*value.sources}
+        while more and all(x.path in made[0].leaves for x in more):
             own |= more
-        if {x.path for x in own} == {*made[0].leaves}:
-            for use in own:
-                trace.note("scales", use)
+            more = {y for x in more for y in trace.inputs_of[x]} - own
+        for use in own if not more else ():
+            trace.note("scales", use)
     # (tokens, in, out) picked matrices times (tokens, 1, 1) weights are still matrices.
     by = [s for x, s in zip(values, shapes, strict=True) if x.data and not x.leaves]
     of_rows = [x for x in made if x.picked and fits and _is_of_rows(x, by)]
