@@ -12,6 +12,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jax_muon.base.jaxprs import shape_of
@@ -146,7 +147,7 @@ def _multiplied(trace: Trace, product: Product) -> Value:
     if not is_transposed and not other.leaves and (other.one_hot or not other.data):
         change = product.placed if other.one_hot else product.turned
         result = weight.moved(functools.partial(change, i))
-        if not other.one_hot:  # which picks a row
+        if not other.one_hot and not _is_permutation(other, product.shapes[1 - i]):
             result = result.with_side(CONSTANT, weight.axes_in(of_weight))
         return pick(trace, eqn, result, other)
     other = trace.given(other, eqn)
@@ -198,6 +199,15 @@ def _multiplied(trace: Trace, product: Product) -> Value:
         sources=frozenset(uses),
         turns=weight.turns | other.turns,
     )
+
+
+def _is_permutation(value: Value, shape: Axes) -> bool:
+    """Whether a constant matrix only permutes what it multiplies, as an identity."""
+    if value.numbers is None or len(shape) != 2 or shape[0] != shape[1]:
+        return False
+    x = np.asarray(value.numbers())
+    ones = [np.all(x.sum(axis) == 1) for axis in (0, 1)]
+    return bool(np.all((x == 0) | (x == 1)) and all(ones))
 
 
 def _may_be_data(weight: Value, contract: Axes, shapes: Shapes) -> bool:
@@ -261,6 +271,8 @@ def _of_activations(trace: Trace, product: Product) -> Value:
     result = replace(joined(values), one_hot=False, results={})
     constants = [not x.data and not x.leaves for x in values]
     if any(constants):
+        pairs = zip(values, values[::-1], product.shapes[::-1], strict=True)
+        result.one_hot = any(x.one_hot and _is_permutation(y, s) for x, y, s in pairs)
         result.softmax = next((x.softmax for x in values if x.data), "")
     else:
         result.is_exponential = False

@@ -7,12 +7,15 @@ of a leaf in it is unknown.
 """
 
 import collections
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
+import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jax_muon.base import jaxprs
@@ -89,7 +92,11 @@ class Trace:
         known |= zip(jaxpr.invars, values, strict=True)
 
         def read(v: Any) -> Value:
-            return Value() if isinstance(v, Literal) else known[v]
+            if isinstance(v, Literal):
+                return Value(
+                    numbers=lambda: np.asarray(v.val, getattr(v.aval, "dtype", None))
+                )
+            return known[v]
 
         for eqn in jaxpr.eqns:
             results = self._operation(eqn, [read(v) for v in eqn.invars])
@@ -112,6 +119,13 @@ class Trace:
         result = RULES.get(name, elementwise)(self, eqn, values)
         results = result if isinstance(result, list) else [result] * len(eqn.outvars)
         results = [*map(self._without_taken, results)]
+        are_known = all(x.numbers for x in values) and not any(x.data for x in results)
+        results = [
+            replace(x, numbers=_numbers(eqn, values, i) if are_known else None)
+            if are_known or x.numbers
+            else x
+            for i, x in enumerate(results)
+        ]
         if not self.is_transposed(eqn):
             return results
         return [x if x.leaves else replace(x, is_gradient=True) for x in results]
@@ -293,6 +307,19 @@ class Trace:
         for use in chosen.choice if is_routing else ():
             self.note("chooses", use)
         return chosen.choice if is_routing else frozenset()
+
+
+def _numbers(eqn: JaxprEqn, values: Sequence[Value], i: int) -> Callable[[], Any]:
+    """The numbers of an operation's result i, which are computed if they are asked."""
+
+    @functools.cache
+    def numbers() -> Any:
+        operands = [x.numbers() for x in values if x.numbers]
+        with jax.ensure_compile_time_eval():
+            result = eqn.primitive.bind(*operands, **eqn.params)
+        return result[i] if eqn.primitive.multiple_results else result
+
+    return numbers
 
 
 # Ways of parameters into one vector and out of it, as in `ravel_pytree`.

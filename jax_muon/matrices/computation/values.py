@@ -218,6 +218,7 @@ class Value:
     softmax: str = ""  # how far it is on the way to one: see `trace.softmax`
     is_exponential: bool = False  # of anything in it
     choice: frozenset[Use] = frozenset()  # among whose outputs a top-k chose it
+    numbers: Callable[[], Any] | None = None  # the numbers of a constant
     is_gradient: bool = False  # it comes from a product that JAX transposed
     turns: frozenset[int] = frozenset()  # loops in whose turns it differs
     rows: dict[tuple[str, int], int] = field(default_factory=dict)  # loops over axes
