@@ -79,8 +79,6 @@ DOCUMENTED = {
         ("loss: a jvp inside", "product_in_a_kernel"),
     ],
     "it is data if what it makes goes through a function": [
-        ("parameter: times an identity", "selective_state_space"),
-        ("parameter: an identity times it", "selective_state_space"),
         ("parameter: rotated and back", "selective_state_space"),
         ("parameter: rotated and back in front", "selective_state_space"),
     ],
