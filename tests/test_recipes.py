@@ -240,6 +240,19 @@ def test_groups_of_the_user_and_one_reading():
     np.testing.assert_array_equal(updates["bias"], -grads["bias"])
 
 
+@every_recipe
+def test_a_zero_gradient_can_be_differentiated(name):
+    """As in meta-learning, and in the first step of LoRA: 0 instead of NaN."""
+    tx, params = RECIPES[name](dtype="float32"), trees.normal(SHAPES, 0)
+
+    def moved(grads):
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return sum(jnp.sum(x) for x in jax.tree.leaves(updates["blocks"]))
+
+    slopes = jax.grad(moved)(jax.tree.map(jnp.zeros_like, params))["blocks"]
+    assert {float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(slopes)} == {0.0}
+
+
 @pytest.mark.parametrize("name", ["muon", "nanochat", "normuon", "moonlight"])
 def test_without_decay_an_update_needs_no_parameters(name):
     still = {"weight_decay": 0.0, "adamw": jm.adamw(0.1, weight_decay=0.0)}

@@ -33,6 +33,15 @@ def small_unit(dtype: Any) -> float:
     return 2.0 ** (-jnp.finfo(dtype).maxexp * 5 // 8)
 
 
+def root(x: Array) -> Array:
+    """The square root, with derivative 0 at 0 instead of infinity.
+
+    Meta-learning differentiates norms of zero gradients: infinity times 0 is NaN.
+    """
+    is_zero = x == 0
+    return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, x)))
+
+
 def in_dtype_of(x: Array, rate: Any) -> Any:
     """A rate in the dtype of x, for `jax_numpy_dtype_promotion="strict"`."""
     return rate if isinstance(rate, float) else jnp.asarray(rate, x.dtype)

@@ -136,9 +136,9 @@ def _one_by_one(
 
     def single(part: Array) -> Array:
         matrix = part[0].T if turned else part[0]
-        y = matrix[None] if low_precision else matrix
-        if turned or low_precision:
-            y = jax.lax.optimization_barrier(y)
+        # Flat, so that rows lie in memory as on a mesh: sums along them have one order.
+        y = jax.lax.optimization_barrier(matrix.reshape(-1))
+        y = y.reshape((1,) * low_precision + matrix.shape)
         scales = _scales(products, settings, [y])
         y = _factors(products, settings, y, *scales).reshape(matrix.shape)
         return (y.T if turned else y)[None]

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jax_muon.base.dtypes import small_unit, wide, wider
 
@@ -69,19 +69,28 @@ def outer_in_halves(x: Array, y: Array) -> Float[Array, "*batch m m"]:
 
 
 def matrix_sum(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
-    """Along rows first: a CPU would lose 5 bits in one sum of 2 million numbers."""
-    return jnp.sum(jnp.sum(x, axis=-1, keepdims=True), axis=-2, keepdims=True)
+    """Along rows, then of these: in one order, whatever the layout of X in memory.
+
+    The barrier keeps XLA from making one sum of both. On a mesh and on one device every
+    element would then be off by another factor near 1.
+    """
+    rows = jax.lax.optimization_barrier(jnp.sum(x, axis=-1, keepdims=True))
+    return jnp.sum(rows, axis=-2, keepdims=True)
 
 
-def polynomial(r: Array, square: Array, unit: Array, quintic: Quintic) -> Array:
-    """P from R, R R and I, or from some columns of them: rounded once, to R's dtype."""
+def polynomial(r: Array, square: Array, diagonal: Array, quintic: Quintic) -> Array:
+    """P from R and R R, or from some columns of them: rounded once, to R's dtype.
+
+    `diagonal` is true there. XLA would keep an array of a I for each step in memory.
+    """
     a, b, c = quintic
-    return (a * unit + b * wide(r) + c * square).astype(r.dtype)
+    total = b * wide(r) + c * square
+    return jnp.where(diagonal, total + a, total).astype(r.dtype)
 
 
-def unit_like(r: Float[Array, "*batch m m"]) -> Float[Array, "*batch m m"]:
-    """Unit matrices, in at least float32."""
-    return jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=wide(r).dtype), r.shape)
+def diagonal_of(r: Float[Array, "*batch m m"]) -> Bool[Array, "*batch m m"]:
+    """True on the diagonals."""
+    return jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=bool), r.shape)
 
 
 class Products:
@@ -121,7 +130,7 @@ class Products:
         # Without R R in cubics, two products a step instead of three.
         is_cubic = isinstance(quintic[2], float) and quintic[2] == 0
         square = wide(r) if is_cubic else self._outer(r, r)
-        return polynomial(r, square, unit_like(r), quintic)
+        return polynomial(r, square, diagonal_of(r), quintic)
 
     def product(self, p: Array, x: Array) -> Float[Array, "*batch _ _"]:
         """P X, or X P."""

@@ -21,9 +21,9 @@ from jax_muon.base.dtypes import wide
 from jax_muon.polar.products import (
     Products,
     Quintic,
+    diagonal_of,
     matmul,
     polynomial,
-    unit_like,
 )
 
 
@@ -92,11 +92,11 @@ class SharedProducts(Products):
         """a I + b R + c R R, for symmetric R."""
         width = r.shape[-1] // self.team.size
         start = self.team.rank() * width
-        columns, unit = (
+        columns, diagonal = (
             jax.lax.dynamic_slice_in_dim(x, start, width, axis=-1)
-            for x in (r, unit_like(r))
+            for x in (r, diagonal_of(r))
         )
-        columns = polynomial(columns, matmul(r, columns), unit, quintic)
+        columns = polynomial(columns, matmul(r, columns), diagonal, quintic)
         return self.team.gather(columns, r.ndim - 1)
 
     def product(self, p: Array, x: Array) -> Array:

@@ -102,11 +102,11 @@ def _move(
         jnp.sum(x, axes.matrix, keepdims=True)
         for x in (wide_u * wide_u, wide_w * wide_u, wide_w * wide_w)
     )
-    size = jnp.sqrt(uu)
+    size = dtypes.root(uu)
     moves = ~(size <= _SMALLEST)  # a NaN shows in the weights, as everywhere
     step = dtypes.in_dtype_of(uu, rate) * target / jnp.where(moves, size, 1)
     # |W - step U|, from sums that devices may add up at the same time.
-    norm = jnp.sqrt(jnp.maximum(ww - 2 * step * wu + step * step * uu, 0))
+    norm = dtypes.root(jnp.maximum(ww - 2 * step * wu + step * step * uu, 0))
     arrived = moves & ((radius > 0) | (norm >= target)) & (norm > 0)
     back = jnp.where(arrived, target / jnp.where(arrived, norm, 1), 1)
     # A difference of weights would lose everything to rounding in bfloat16.

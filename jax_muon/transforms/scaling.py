@@ -160,9 +160,9 @@ def scale_by_normuon(
             floor = dtypes.in_dtype_of(v, eps)
             root = jax.lax.rsqrt(jnp.maximum(v, floor))
             count = x.size / mean.size
-            norm = jnp.sqrt(count * jnp.sum(mean, axes.matrix, keepdims=True))
+            norm = dtypes.root(count * jnp.sum(mean, axes.matrix, keepdims=True))
             scaled = jnp.sum(mean * root * root, axes.matrix, keepdims=True)
-            new_norm = jnp.sqrt(count * scaled)
+            new_norm = dtypes.root(count * scaled)
             factor = root * (norm / jnp.maximum(new_norm, floor))
             return (x * factor).astype(u.dtype), v
 
@@ -240,7 +240,7 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
 
 
 def _norm(x: Array, axes: tuple[int, ...]) -> Array:
-    return jnp.sqrt(jnp.sum(x * x, axes, keepdims=True))
+    return dtypes.root(jnp.sum(x * x, axes, keepdims=True))
 
 
 def _stateless(

@@ -102,6 +102,20 @@ def test_train_steps(form):
     case.assert_same(result, values, expected)
 
 
+@pytest.mark.parametrize("shape", [(400, 256), (256, 400), (300, 256)], ids=str)
+@pytest.mark.parametrize("spec", [P("fsdp", "tp"), P(None, ("fsdp", "tp"))], ids=str)
+def test_one_order_of_sums(rng, shape, spec):
+    """Ill-conditioned tall matrices show by 3e-5 where sums have another order."""
+    u, _, vt = np.linalg.svd(rng.standard_normal(shape), full_matrices=False)
+    x = jnp.asarray((u / np.arange(1, 257)) @ vt, "float32")
+    tx = jm.orthogonalize(jm.PolarExpress(dtype="float32"))
+    update = jax.jit(lambda x: tx.update(x, tx.init(x))[0])
+    mesh = mesh_of(1, 4, 2, kind=EXPLICIT)
+    with jax.set_mesh(mesh):
+        found = update(jax.device_put(x, NamedSharding(mesh, spec)))
+    assert trees.distance(np.asarray(found), np.asarray(update(x))) < 1e-5
+
+
 # --- weighted means -------------------------------------------------------------------
 
 
