@@ -232,14 +232,16 @@ class TrainStep:
 
         Warns of layers that are given to it and have to be gathered whole.
         """
+        placed = self.tx.optimizer.layout.of_leaves(params)
         leaves, treedef = jax.tree.flatten((params, batch, others))
-        key = treedef, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        shapes = ((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        # On Explicit axes arrays of one shape may be sharded otherwise.
+        key = treedef, *shapes, *placed.param_specs
         if key not in self._known:
-            self._known[key] = self._look(params, batch, others)
+            self._known[key] = self._look(placed, params, batch, others)
         return self._known[key]
 
-    def _look(self, params: Any, batch: Any, others: Any) -> Gathers:
-        placed = self.tx.optimizer.layout.of_leaves(params)
+    def _look(self, placed: Placed, params: Any, batch: Any, others: Any) -> Gathers:
         self._check_batch(placed, batch)
         specs = [dividing(spec, placed.mesh.shape) for spec in placed.param_specs]
         if not sharded(specs):

@@ -220,3 +220,22 @@ def test_one_layout_for_recipes_multi_transform_and_chains():
         described = jm.describe(on, params)
         assert "32768 of them in matrices" in str(described), name
         case.assert_verified(on, params)
+
+
+def test_a_step_takes_parameters_that_are_sharded_otherwise():
+    """On Explicit axes types say it: layers that were held may come in whole."""
+
+    def loss(params, x):
+        block = lambda x, w: (x + jnp.tanh(x @ w), None)  # noqa: E731
+        return jnp.mean(jm.scan_layers(block, x, params)[0] ** 2)
+
+    mesh = mesh_of(4, kind=EXPLICIT)
+    params, x = jax.random.normal(jax.random.key(0), (3, 16, 16)), jnp.ones((8, 16))
+    tx = jm.on_mesh(optax.sgd(0.1), mesh)
+    step = jm.make_train_step(loss, tx, donate=False)
+    expected = params - 0.1 * jax.grad(loss)(params, x)
+    for spec, held in ((P(None, "data"), True), (P(), False), (P(None, "data"), True)):
+        placed = jax.device_put(params, jax.sharding.NamedSharding(mesh, spec))
+        new, _, _ = step(placed, tx.init(placed), x)
+        assert jnp.allclose(jax.device_get(new), expected, atol=1e-6)
+        assert bool(step.gathers(placed, x).specs) == held
