@@ -53,9 +53,14 @@ def heads_apart(
 
 
 def _with_batch(axes: MatrixAxes, axis: int) -> MatrixAxes:
-    """A kernel (in, heads, head): each head is a matrix (in, head)."""
-    left = tuple(a for a in axes.output if a != axis)
-    return MatrixAxes(tuple(sorted((*axes.batch, axis))), axes.reduction, left)
+    """A kernel (in, heads, head): each head is a matrix (in, head).
+
+    By rules, heads may be on either side, or in the batch already.
+    """
+    fan_in, fan_out = (
+        tuple(a for a in side if a != axis) for side in (axes.reduction, axes.output)
+    )
+    return MatrixAxes(tuple(sorted({*axes.batch, axis})), fan_in, fan_out)
 
 
 def _splits(path: str, axis: int, parts: Sequence[tuple[int, int]]) -> dict[str, Split]:

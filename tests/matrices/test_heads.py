@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from tests.programs.parts import floats, integers
@@ -226,3 +227,20 @@ def test_a_path_that_is_a_part_of_another():
     layer = dict.fromkeys("qkvo", SQUARE)
     with pytest.raises(ValueError, match="'k' is a part of 'more/k', so no"):
         find(two, layer | {"more": layer}, heads="apart")
+
+
+@pytest.mark.parametrize("numbers", [((0,), (2,)), ((0,), (1, 2)), ((1, 2), (0,))])
+def test_numbers_of_rules_with_heads_on_any_side(numbers):
+    """Heads of (24, 4, 6) that rules have in the batch already are there once."""
+    params = {n: floats(WIDTH, HEADS, HEAD) for n in "qkv"} | {"o": SQUARE}
+
+    def loss(p, x):
+        q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[n]) for n in "qkv")
+        return jnp.mean(jnp.tanh(flat(attend(q, k, v)) @ p["o"]) @ jnp.ones((WIDTH, 3)))
+
+    rules = {"q": MuonDimensionNumbers(*numbers)}
+    x = floats(BATCH, TIME, WIDTH)
+    found = jm.find_matrices(params, loss, x, rules=rules, heads="apart")
+    sides = (WIDTH, HEAD) if numbers[0] == (0,) else (HEAD, WIDTH)
+    assert found["q"].sizes == (HEADS, *sides)
+    assert found["k"].sizes == (HEADS, WIDTH, HEAD)
