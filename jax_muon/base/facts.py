@@ -26,6 +26,8 @@ class Facts:
     joined: dict[str, int] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
     residuals: dict[str, str] = field(default_factory=dict)
+    # Whether polar factors of (m, n), m <= n, take the kernels for Hopper GPUs.
+    kernels: dict[tuple[int, int], bool] = field(default_factory=dict)
     # Plans, by the paths of their parameters, and sizes of mesh axes by name.
     pools: dict[tuple[str, ...], Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_muon.base import checks
+from jax_muon.base import checks, facts
 from jax_muon.base.dtypes import wide
 from jax_muon.polar import iteration
 from jax_muon.polar.coefficients import (
@@ -120,8 +120,9 @@ class NewtonSchulz:
         """The polar factors of several stacks of one shape and dtype, as one stack."""
         if not stacks[0].size:
             return jnp.concatenate(stacks)
-        m = min(stacks[0].shape[-2:])
+        m, n = sorted(stacks[0].shape[-2:])
         kernels = self.dtype == "bfloat16" and takes_kernels(self.kernels, m)
+        facts.note().kernels[m, n] = kernels
         return iteration.iterate(tuple(stacks), self, kernels, team)
 
     def shared_dtype(

@@ -74,6 +74,7 @@ class Description:
         "gradients": their sums; "gathers": updates, or parameters at the start of a
         step. Layers of `scan_layers` are counted once although they are gathered twice.
       bytes_between_hosts: the part of `sent_bytes` that goes to other hosts.
+      kernels: shapes (m, n), m <= n, whose polar factors take kernels for Hopper GPUs.
     """
 
     parameters: tuple[DescribedParameter, ...]
@@ -82,6 +83,7 @@ class Description:
     held_bytes: Mapping[str, int]
     sent_bytes: Mapping[str, float]
     bytes_between_hosts: Mapping[str, float]
+    kernels: tuple[tuple[int, int], ...]
 
     @property
     def imbalance(self) -> float:
@@ -105,6 +107,9 @@ class Description:
             f"them in matrices; {_bytes_text(self.held_bytes)}"
             + (" on a device" if self.sizes else "")
         )
+        if self.kernels:
+            shapes = ", ".join(shape_text(shape) for shape in self.kernels)
+            lines.append(f"polar factors by kernels for Hopper GPUs: {shapes}")
         residuals = {leaf.residual for leaf in self.parameters} - {None}
         if residuals:
             without = [x.parameter.path for x in self.parameters if not x.residual]
@@ -269,6 +274,7 @@ def describe(
             what: sum(x.bytes_between_hosts(per_host) for x in sent)
             for what, sent in transfers.items()
         },
+        tuple(sorted(shape for shape, taken in recorded.kernels.items() if taken)),
     )
 
 

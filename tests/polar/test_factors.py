@@ -288,6 +288,16 @@ def test_kernels_on_a_gpu_alone(rng, retrace, monkeypatch):
     np.testing.assert_array_equal(kernels(x), plain(x))
 
 
+@pytest.mark.parametrize(("kernels", "shapes"), [(True, ((768, 800),)), (None, ())])
+def test_describe_shows_kernels(kernels, shapes):
+    """Those of large matrices; on a CPU they are for programs of another machine."""
+    params = {"up": jnp.ones((800, 768)), "low": jnp.ones((800, 64))}
+    found = jm.describe(jm.orthogonalize(jm.PolarExpress(kernels=kernels)), params)
+    assert found.kernels == shapes
+    line = "polar factors by kernels for Hopper GPUs: 768 x 800"
+    assert (line in str(found).splitlines()) == bool(shapes)
+
+
 @pytest.mark.parametrize("shape", [(2, 24, 40), (2, 40, 24)], ids=str)
 @pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
 def test_the_iteration_on_kernels(rng, on_platform, monkeypatch, norm, shape):
