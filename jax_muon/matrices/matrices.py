@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -227,6 +227,10 @@ class Matrices(Mapping[str, Parameter]):
             params,
             is_leaf=trees.is_box,
         )
+
+
+# What pieces take: a reading, of a larger tree perhaps, or a function of what they see.
+Given: TypeAlias = Matrices | Callable[[Any], Matrices] | None
 
 
 def read_by(function: Callable[[Any], Any], tree: Any) -> Any:

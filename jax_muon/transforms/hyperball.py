@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from jax_muon.base import checks, dtypes, trees
 from jax_muon.base.trees import map_leaves, step_leaves
-from jax_muon.matrices.matrices import Matrices, MatrixAxes, of_tree
+from jax_muon.matrices.matrices import Given, MatrixAxes, of_tree
 
 _SMALLEST = 1e-10  # a direction of this norm does not move a matrix
 
@@ -23,7 +23,7 @@ class HyperballState(NamedTuple):
 
 
 def hyperball(
-    learning_rate: optax.ScalarOrSchedule, *, matrices: Matrices | None = None
+    learning_rate: optax.ScalarOrSchedule, *, matrices: Given = None
 ) -> optax.GradientTransformation:
     r"""Move every matrix on the sphere of the Frobenius norm that it starts with.
 

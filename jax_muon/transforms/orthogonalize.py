@@ -19,7 +19,7 @@ from jax_muon.matrices.joins import (
     map_joined,
     map_stacks,
 )
-from jax_muon.matrices.matrices import Matrices, of_tree
+from jax_muon.matrices.matrices import Given, Matrices, of_tree
 from jax_muon.mesh import owners, travel
 from jax_muon.polar.factors import PolarExpress
 
@@ -29,7 +29,7 @@ Polar = Callable[[Float[Array, "*b m n"]], Float[Array, "*b m n"]]
 def orthogonalize(
     polar: Polar = PolarExpress(),
     *,
-    matrices: Matrices | None = None,
+    matrices: Given = None,
     small: int = 65536,
     team: int | None = None,
 ) -> optax.GradientTransformation:
@@ -45,8 +45,8 @@ def orthogonalize(
         commute with transposition and with permutations of rows and of columns: on a
         mesh matrices are transposed, and shards assembled in any order.
       matrices: the reading passed in by `partition`, or what
-        `jax_muon.find_matrices` returns; None treats every leaf as one matrix (in,
-        out).
+        `jax_muon.find_matrices` returns, or a function of the parameters that the piece
+        sees, which returns one; None treats every leaf as one matrix (in, out).
       small: matrices with fewer elements are computed by all devices that hold them,
         and gathered if they are sharded.
       team: most devices that share the work on one matrix, next to each other on the

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from jax_muon.base import checks, dtypes, trees
 from jax_muon.base.facts import note
 from jax_muon.base.trees import map_leaves, step_leaves
-from jax_muon.matrices.matrices import Matrices, MatrixAxes, of_tree
+from jax_muon.matrices.matrices import Given, MatrixAxes, of_tree
 
 # Factor of the update, by the size (in, out) of the matrix: the names of
 # torch.optim.Muon, and for the third of dion.
@@ -25,9 +25,7 @@ ADJUST_LR: dict[str | None, Callable[[int, int], float]] = {
 _SMALLEST_NORM = 1e-6  # that a matrix or row is divided by
 
 
-def equilibrate_rows(
-    *, matrices: Matrices | None = None
-) -> optax.GradientTransformation:
+def equilibrate_rows(*, matrices: Given = None) -> optax.GradientTransformation:
     r"""Scale the weights of every output neuron to one norm (MuonEq, arXiv 2603.28254).
 
     For :math:`U` with :math:`m` outputs, the weights :math:`u` of one become
@@ -55,7 +53,7 @@ def equilibrate_rows(
 
 
 def normalize_frobenius(
-    rms: float | None = None, *, matrices: Matrices | None = None
+    rms: float | None = None, *, matrices: Given = None
 ) -> optax.GradientTransformation:
     r"""Set the Frobenius norm of every matrix, after `orthogonalize`.
 
@@ -100,7 +98,7 @@ def scale_by_normuon(
     *,
     axis: str = "longer",
     eps: float = 1e-10,
-    matrices: Matrices | None = None,
+    matrices: Given = None,
 ) -> optax.GradientTransformation:
     r"""Divide neurons by a running root mean square, keeping the norm.
 
@@ -175,7 +173,7 @@ def scale_by_normuon(
 def scale_by_shape(
     adjust_lr_fn: str | Callable[[int, int], float] | None = "original",
     *,
-    matrices: Matrices | None = None,
+    matrices: Given = None,
 ) -> optax.GradientTransformation:
     """Scale every matrix by a factor of its shape (in, out).
 
@@ -244,7 +242,7 @@ def _norm(x: Array, axes: tuple[int, ...]) -> Array:
 
 
 def _stateless(
-    scale: Callable[[str, Array, MatrixAxes], Array], matrices: Matrices | None
+    scale: Callable[[str, Array, MatrixAxes], Array], matrices: Given
 ) -> optax.GradientTransformation:
     """A transform that applies `scale` to every leaf, in at least float32."""
 
