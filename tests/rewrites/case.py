@@ -82,6 +82,18 @@ DOCUMENTED = {
         ("parameter: rotated and back", "selective_state_space"),
         ("parameter: rotated and back in front", "selective_state_space"),
     ],
+    "learned queries and kernels of relative positions may be mistaken": [
+        (f"sizes: one position{others}", name)
+        for others in ("", " of one sample", " of three samples")
+        for name in ("transformer_xl", "latent_attention_and_pooling")
+    ],
+    "So may a table behind a one-hot times a constant matrix, experts summed by": [
+        ("x @ w: an identity before", "one_hot_embedding"),
+        ("operations: sums by ones", "multi_gate_experts_of_several_tasks"),
+    ],
+    "attention between learned queries with its exponentials written as powers": [
+        ("operations: exp as a power", "object_queries_of_one_image"),
+    ],
 }
 EXCEPTIONS = [pair for pairs in DOCUMENTED.values() for pair in pairs]
 
