@@ -479,8 +479,7 @@ def _centers(leaf: Leaf) -> Answer | None:
     assert leaf.axes
     inside, batch, out = leaf.axes.reduction, {*leaf.axes.batch}, {*leaf.axes.output}
     sums = [x for x in leaf.uses if x.primitive in SUMS and x.left - batch == out]
-    none = frozenset({CONSTANT})
-    if not any(all(x.sides.get(a, none) <= none for a in inside) for x in sums):
+    if not any(all(not x.sides.get(a) for a in inside) for x in sums):
         return None
     reason = f"its rows' distances to data are taken{leaf.at(*_PRODUCTS)}"
     return ADAMW, "centers", reason, leaf.axes
