@@ -214,8 +214,8 @@ def _factors(
         (a, b, c), *others = table
         table = [(a * k, b * k**3, c and c * k**5), *others]
     refresh = REFRESH if uses_gram(settings, *sorted(y.shape[-2:])) else 1
-    # Products of float32 are summed in float32, which rounds after every term. As one of
-    # these terms a Y would double the error on matrices of low rank.
+    # Products of float32 are summed in float32, which rounds after every term. As one
+    # of these terms a Y would double the error on matrices of low rank.
     apart = refresh == 1 and settings.dtype != "bfloat16"
     for start in range(0, len(table), refresh):
         if start:
