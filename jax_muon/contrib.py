@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AxisType
 from jaxtyping import Array, Float
@@ -177,7 +178,7 @@ def _polar(
     coefficients: Any, steps: Any, eps: Any, preconditioning: str, tree: Any
 ) -> Callable[[Array], Array]:
     """Newton-Schulz in the dtype of the parameters, as there; float16 in float32."""
-    norm, one = _NORMS[preconditioning], isinstance(coefficients[0], float)
+    norm, one = _NORMS[preconditioning], np.ndim(coefficients[0]) == 0
     if isinstance(steps, jax.Array) or isinstance(eps, jax.Array):
         return _injected(coefficients, steps if one else len(coefficients), eps, norm)
     if not one and steps < len(coefficients):

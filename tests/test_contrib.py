@@ -9,6 +9,7 @@ import re
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
@@ -32,6 +33,10 @@ SETTINGS = {
     "no nesterov": {"nesterov": False},
     "three steps": {"ns_steps": 3},
     "dion's coefficients": {"ns_coeffs": "dion"},
+    "a quintic in an array, six steps": {
+        "ns_coeffs": np.array([2.0, -1.5, 0.5], np.float32),
+        "ns_steps": 6,
+    },
     "consistent RMS": {"consistent_rms": 0.2},
     "decay with a mask": {
         **{"weight_decay": 0.1, "weight_decay_mask": DECAYS},
