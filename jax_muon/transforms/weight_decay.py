@@ -122,6 +122,8 @@ def decaying(mask: Mask, tree: Any) -> Callable[[str], bool]:
                 f"of {', '.join(entries) or 'none'}; expected True or False for each "
                 "parameter, or for a module that it is in"
             )
+        if isinstance(entries[where], str):  # a label, say, which would be true
+            checks.refuse(f"mask at {where!r}", entries[where], "True or False")
         return bool(entries[where])
 
     return decays

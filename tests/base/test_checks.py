@@ -217,6 +217,9 @@ WRONG |= {  # or at update
     "the weight decay says nothing of parameter 'w', but of x": lambda: step(
         muon(weight_decay=0.1, weight_decay_mask={"x": True})
     ),
+    "mask at 'w'='adamw'; expected True or False": lambda: step(
+        muon(weight_decay=0.1, weight_decay_mask={"w": "adamw"})
+    ),
 }
 
 
