@@ -87,8 +87,7 @@ DOCUMENTED = {
         for others in ("", " of one sample", " of three samples")
         for name in ("transformer_xl", "latent_attention_and_pooling")
     ],
-    "So may a table behind a one-hot times a constant matrix, experts summed by": [
-        ("x @ w: an identity before", "one_hot_embedding"),
+    "So may experts summed by a product with ones": [
         ("operations: sums by ones", "multi_gate_experts_of_several_tasks"),
     ],
     "attention between learned queries with its exponentials written as powers": [
