@@ -166,7 +166,9 @@ def _mesh_of(by_path: Mapping[str, Any]) -> Mesh:
             name = f"where for {path!r}" if path else "where"
             checks.kind(name, entry, NamedSharding, _EXPECTED)
             meshes.setdefault(entry.mesh, name)
-    if len(meshes) != 1:
+    if not meshes:
+        checks.refuse("where", None, f"a mesh, or {_EXPECTED}")
+    if len(meshes) > 1:
         names = [f"{name} on {mesh}" for mesh, name in meshes.items()]
         checks.refuse("meshes of where", names, _EXPECTED)
     return next(iter(meshes))

@@ -61,7 +61,7 @@ REFUSED = [
         {"where": {"w": ALONE}},
         "where for 'w'=Single.*; expected .*device_put(",
     ),
-    (on_mesh, {"where": {"w": None}}, "meshes of where=[]; expected a jax.sharding.N"),
+    (on_mesh, {"where": {"w": None}}, "where=None; expected a mesh, or a jax.shard"),
     (on_mesh, {"where": TWO}, "meshes of where=.*'v' on Mesh(.*'w' on Mesh("),
     (on_mesh, {"specs": {"up": P()}}, "has nothing for parameter 'w'; there are up"),
     (on_mesh, {"divide": ("data", "data")}, "axes of the mesh, .* each once"),
