@@ -110,7 +110,7 @@ def muon(
         expected = "'frobenius' or 'schatten'; others are not implemented"
         checks.refuse("preconditioning", preconditioning, expected)
     if isinstance(ns_coeffs, str):
-        checks.choice("ns_coeffs", ns_coeffs, tuple(_PRESETS))
+        checks.check_choice("ns_coeffs", ns_coeffs, tuple(_PRESETS))
         ns_coeffs = _PRESETS[ns_coeffs]
     rms: Any = consistent_rms
     numbers = muon_weight_dimension_numbers

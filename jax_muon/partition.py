@@ -66,7 +66,7 @@ def partition(
       ([[-0.5, -0.0], [-0.0, -0.5]], [-1.0, -1.0])
     """
     for label, group in groups.items():
-        check = checks.no_factory if callable(group) else checks.as_transform
+        check = checks.check_no_factory if callable(group) else checks.as_transform
         check(f"groups[{label!r}]", group)
     read_tree = reader(matrices)
 
@@ -93,7 +93,7 @@ def partition(
         return with_splits(_for_tree(of_parts, groups), labelled.splits)
 
     def init_fn(params: optax.Params) -> Any:
-        params = checks.arrays("params", params)
+        params = checks.as_arrays("params", params)
         state = build(params, at_init=True).init(params)
         for label, group in groups.items():
             if not callable(group):
@@ -103,19 +103,19 @@ def partition(
     def update_fn(
         updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
-        params = None if params is None else checks.arrays("params", params)
-        checks.gradients(updates, params)
+        params = None if params is None else checks.as_arrays("params", params)
+        checks.check_gradients(updates, params)
         updates = trees.as_wide_as_params(updates, params)
         tx, like = build(updates), updates if params is None else params
         try:
             stepped, new = tx.update(updates, state, params, **extra_args)
         except (AttributeError, KeyError, TypeError, ValueError):
             right = jax.eval_shape(tx.init, like)
-            checks.state(state, right)
+            checks.check_state(state, right)
             checks.not_dicts(state, right)
             raise
-        checks.state(state, new)  # transforms may broadcast one of another shape
-        checks.alike("update", stepped, "gradient", updates)
+        checks.check_state(state, new)  # transforms may broadcast one of another shape
+        checks.check_alike("update", stepped, "gradient", updates)
         return stepped, new
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

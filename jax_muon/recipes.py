@@ -115,7 +115,7 @@ def nanochat(
       https://github.com/karpathy/nanochat; Polar Express arXiv 2505.16932; NorMuon
       arXiv 2510.05491; MuonEq arXiv 2603.28254; Muon+ arXiv 2602.21545.
     """
-    checks.choice("version", version, VERSIONS)
+    checks.check_choice("version", version, VERSIONS)
     first, last = version == "2026-01", version == "2026-07"
     decay = (0.95 if first else 0.9) if beta2 is None else beta2
     settings = {"norm_factor": 1.02 if first else 1.01, "eps": 1e-6}
@@ -130,7 +130,9 @@ def nanochat(
             scale_by_normuon(decay, matrices=matrices),
             add_cautious_decayed_weights(weight_decay, mask),
             scale_by_shape(matrices=matrices),
-            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
+            optax.scale_by_learning_rate(
+                checks.as_rate("learning_rate", learning_rate)
+            ),
         )
 
     return _recipe(chain, weight_decay_mask, matrices, adamw, groups)
@@ -210,7 +212,9 @@ def normuon(
             scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=matrices),
             normalize_frobenius(0.2, matrices=matrices),
             add_decayed_weights(weight_decay, mask),
-            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
+            optax.scale_by_learning_rate(
+                checks.as_rate("learning_rate", learning_rate)
+            ),
         )
 
     return _recipe(chain, weight_decay_mask, matrices, adamw, groups)
@@ -536,7 +540,7 @@ def _polar(
         return polar
     # Not a default of the recipes: `inject_hyperparams` would make an array of it.
     ns_steps = 5 if ns_steps is None else ns_steps
-    checks.count("ns_steps", ns_steps)
+    checks.check_count("ns_steps", ns_steps)
     dtype = "bfloat16" if dtype is None else dtype
     of_steps = table(ns_steps)
     return NewtonSchulz(ns_steps, coefficients=of_steps, dtype=dtype, **settings)
@@ -555,7 +559,7 @@ def _muon(
         orthogonalize(polar, matrices=matrices),
         scale_by_shape(adjust_lr_fn, matrices=matrices),
         add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
+        optax.scale_by_learning_rate(checks.as_rate("learning_rate", learning_rate)),
     )
 
 

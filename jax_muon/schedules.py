@@ -28,8 +28,8 @@ def nanochat_momentum(num_steps: int, version: str = "2026-01") -> optax.Schedul
       >>> [round(float(momentum(step)), 3) for step in (0, 200, 500, 1350, 2000)]
       [0.85, 0.91, 0.97, 0.935, 0.9]
     """
-    checks.count("num_steps", num_steps)
-    checks.choice("version", version, VERSIONS)
+    checks.check_count("num_steps", num_steps)
+    checks.check_choice("version", version, VERSIONS)
     if version == "2026-01":
         return optax.linear_schedule(0.85, 0.95, 300)
     warmup, warmdown = 400, round(0.65 * num_steps)
@@ -60,8 +60,8 @@ def nanochat_weight_decay(
       >>> [round(float(decay(step)), 3) for step in (0, 500, 1000)]
       [0.2, 0.1, 0.0]
     """
-    checks.count("num_steps", num_steps)
-    checks.choice("version", version, VERSIONS)
+    checks.check_count("num_steps", num_steps)
+    checks.check_choice("version", version, VERSIONS)
     if version == "2026-01":
         return optax.linear_schedule(init_value, 0.0, num_steps)
     return optax.cosine_decay_schedule(init_value, num_steps)

@@ -96,7 +96,7 @@ def kinds_of_devices(pools: Sequence[Pool], sizes: Sizes) -> list[Takes]:
     """For each kind of device the branches that it takes.
 
     Owners that have different matrices in a round of exchanges run different branches
-    of a conditional, which `travel.map_pools` marks with the number of the round. The
+    of a conditional, which `exchange.map_pools` marks with the number of the round. The
     more a device has to compute, the longer is its branch. Branches of different
     matrices with the same work are two.
     """

@@ -17,7 +17,7 @@ class Surroundings:
     trusted: bool = False  # in `on_replicas`, which takes all arrays for whole
     users_mesh: AbstractMesh | None = None  # outside `on_mesh`; None if in none
     devices_per_host: int = 8  # neighbours on the mesh of `on_mesh`
-    scans: Any = None  # in the loss of a train step; see `mesh/wire.py`
+    scans: Any = None  # in the loss of a train step; see `mesh/communicator.py`
 
 
 _NONE = Surroundings()

@@ -30,27 +30,27 @@ def refuse(name: str, value: Any, expected: str) -> NoReturn:
     raise ValueError(f"{name}={text}; expected {expected}")
 
 
-def strings(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
+def as_strings(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
     """One string or several in their order, as a tuple."""
     if isinstance(value, str):
         return (value,)
-    kind(name, value, (tuple, list), "a string, or a tuple of strings")
+    check_kind(name, value, (tuple, list), "a string, or a tuple of strings")
     return tuple(value)
 
 
-def kind(name: str, value: Any, types: Any, expected: str) -> None:
+def check_kind(name: str, value: Any, types: Any, expected: str) -> None:
     """The value must be an instance of one of these types."""
     if not isinstance(value, types):
         refuse(name, value, expected)
 
 
-def choice(name: str, value: Any, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """The value must be one of these strings."""
     if not isinstance(value, str) or value not in choices:
         refuse(name, value, f"one of {', '.join(map(repr, choices))}")
 
 
-def count(name: str, value: Any, *, least: int = 1) -> None:
+def check_count(name: str, value: Any, *, least: int = 1) -> None:
     """The value must be a Python or NumPy integer of at least `least`."""
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or value < least:
@@ -64,7 +64,7 @@ def injected(value: Any, name: str) -> str:
     return where if isinstance(value, jax.Array) else ""
 
 
-def number(name: str, value: Any, limits: str, *, others: str = "") -> Any:
+def as_number(name: str, value: Any, limits: str, *, others: str = "") -> Any:
     """A finite number within these limits as a Python float, or a tracer as it is."""
     if isinstance(value, jax.core.Tracer):
         return value
@@ -77,11 +77,11 @@ def number(name: str, value: Any, limits: str, *, others: str = "") -> Any:
     return converted
 
 
-def rate(name: str, value: Any, limits: str = "of at least 0") -> Any:
-    """A number as `number` returns it, or a schedule."""
+def as_rate(name: str, value: Any, limits: str = "of at least 0") -> Any:
+    """A number as `as_number` returns it, or a schedule."""
     if callable(value):
         return value
-    return number(name, value, limits, others=", or a schedule")
+    return as_number(name, value, limits, others=", or a schedule")
 
 
 def rate_at(rate: optax.ScalarOrSchedule, count: Any) -> Any:
@@ -89,7 +89,7 @@ def rate_at(rate: optax.ScalarOrSchedule, count: Any) -> Any:
     return rate(count) if callable(rate) else rate
 
 
-def scalar(name: str, value: Any, expected: str) -> Any:
+def as_scalar(name: str, value: Any, expected: str) -> Any:
     """A traced or computed number, which must be a real scalar."""
     if not isinstance(value, (int, float)) and not hasattr(value, "dtype"):
         refuse(name, value, expected)
@@ -99,7 +99,7 @@ def scalar(name: str, value: Any, expected: str) -> Any:
     return value
 
 
-def float_dtype(name: str, dtype: Any) -> None:
+def check_float_dtype(name: str, dtype: Any) -> None:
     """The value must be None or a floating-point dtype."""
     if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         refuse(name, dtype, "a dtype of real floating point, or None")
@@ -109,11 +109,11 @@ def as_transform(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
     """Any optax transform, as one that takes extra arguments."""
     if isinstance(tx, optax.MultiSteps):  # not a GradientTransformation
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)
-    kind(name, tx, optax.GradientTransformation, "an optax transform")
+    check_kind(name, tx, optax.GradientTransformation, "an optax transform")
     return optax.with_extra_args_support(tx)
 
 
-def no_factory(name: str, value: Any) -> None:
+def check_no_factory(name: str, value: Any) -> None:
     """Refuse `optax.sgd` instead of `optax.sgd(1e-3)` where functions are possible."""
     own, module = (getattr(value, x, "") for x in ("__qualname__", "__module__"))
     of_ours = str(module).startswith(("optax.", "jax_muon."))
@@ -124,7 +124,7 @@ def no_factory(name: str, value: Any) -> None:
 # --- trees ----------------------------------------------------------------------------
 
 
-def arrays(name: str, tree: Any) -> Any:
+def as_arrays(name: str, tree: Any) -> Any:
     """The tree, whose leaves must be arrays or their shapes, or floats: as arrays."""
     if all(hasattr(x, "dtype") for x in jax.tree.leaves(tree)):
         return tree  # without a path for each leaf, which takes longer
@@ -138,7 +138,7 @@ def arrays(name: str, tree: Any) -> Any:
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
 
 
-def samples(name: str, tree: Any, number: int, expected: str) -> None:
+def check_samples(name: str, tree: Any, number: int, expected: str) -> None:
     """Arrays need a first axis that is a multiple of this number."""
     for path, x in jax.tree.leaves_with_path(tree):
         shape = jnp.shape(x)
@@ -149,7 +149,7 @@ def samples(name: str, tree: Any, number: int, expected: str) -> None:
             )
 
 
-def params(what: str, params: Any) -> None:
+def check_params(what: str, params: Any) -> None:
     """The parameters must be passed to update."""
     if params is None:
         raise ValueError(
@@ -158,10 +158,10 @@ def params(what: str, params: Any) -> None:
         )
 
 
-def gradients(updates: Any, params: Any) -> None:
+def check_gradients(updates: Any, params: Any) -> None:
     """Gradients need the paths and shapes of the parameters, if these are passed."""
     if params is not None:
-        alike("gradient", updates, "parameter", params)
+        check_alike("gradient", updates, "parameter", params)
 
 
 def of_vector(tree: Any) -> str:
@@ -171,10 +171,10 @@ def of_vector(tree: Any) -> str:
     return "; one vector, as optax.flatten makes: unflatten before the optimizer"
 
 
-def state(restored: Any, like: Any) -> None:
+def check_state(restored: Any, like: Any) -> None:
     """A state needs the paths and shapes of `like`: arrays, or their shapes."""
     what = "the state is not one of this optimizer on these parameters: array"
-    alike(what, restored, "state array of init", like)
+    check_alike(what, restored, "state array of init", like)
 
 
 def not_dicts(restored: Any, like: Any) -> None:
@@ -198,7 +198,7 @@ def not_dicts(restored: Any, like: Any) -> None:
             )
 
 
-def alike(what: str, tree: Any, whose: str, like: Any) -> None:
+def check_alike(what: str, tree: Any, whose: str, like: Any) -> None:
     """Two trees need the same paths and shapes, and floating point in the same leaves.
 
     `what` and `whose` name a leaf of each, such as "gradient" and "parameter".

@@ -47,7 +47,7 @@ def in_dtype_of(x: Array, rate: Any) -> Any:
     return rate if isinstance(rate, float) else jnp.asarray(rate, x.dtype)
 
 
-def wire_dtype(dtype: Any, asked: Any) -> Any:
+def sent_dtype(dtype: Any, asked: Any) -> Any:
     """The dtype in which arrays are sent: the one asked for, if they are real."""
     real = jnp.issubdtype(dtype, jnp.floating)
     return dtype if asked is None or not real else asked

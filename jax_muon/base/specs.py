@@ -16,9 +16,9 @@ Sizes = Mapping[str, int]  # of mesh axes, by name
 
 def checked_axes(name: str, axis: Any, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """One or several axes of a mesh as a tuple, each once; all of them for None."""
-    checks.kind("mesh", mesh, (Mesh, AbstractMesh), "a jax.sharding.Mesh")
+    checks.check_kind("mesh", mesh, (Mesh, AbstractMesh), "a jax.sharding.Mesh")
     every = mesh.axis_names
-    names = checks.strings(name, every if axis is None else axis)
+    names = checks.as_strings(name, every if axis is None else axis)
     if not {*names} <= {*every} or len({*names}) < len(names):
         checks.refuse(name, axis, f"axes of the mesh, {every}, each once")
     return names

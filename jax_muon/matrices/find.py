@@ -115,7 +115,7 @@ def find_matrices(
         expected = "the parameters, or their shapes"
         checks.refuse("params", params, expected + checks.injected(params, "matrices"))
     tree = trained(params)
-    shapes = _shapes(checks.arrays("params", tree))
+    shapes = _shapes(checks.as_arrays("params", tree))
     if function is None:
         readings = [_unread(path, x) for path, x in shapes.items()]
     else:
@@ -126,7 +126,7 @@ def find_matrices(
                 "a function, as in jax_muon.find_matrices(params, loss_fn, batch)"
             )
             checks.refuse("function", function, expected)
-        whole = params if tree is not params else checks.arrays("params", params)
+        whole = params if tree is not params else checks.as_arrays("params", params)
         function, whole = _of_variables(function, whole)
         function, arrays = _of_arrays(function, args)
         readings = read_uses(function, whole, *arrays, splits=splits or ())
@@ -147,7 +147,7 @@ def find_matrices(
         warnings.warn(f"{text}\nThey get the label {ADAMW!r}", stacklevel=2)
         ruled |= {x.path: dataclasses.replace(x, label=ADAMW) for x in doubtful}
     splits = dict(splits or {})
-    checks.choice("heads", heads, ("joined", "apart"))
+    checks.check_choice("heads", heads, ("joined", "apart"))
     if heads == "apart":
         if joins is not None:
             checks.refuse("joins", joins, "None with heads='apart'")
@@ -182,7 +182,7 @@ def reader(matrices: Reader) -> Callable[[Any], Matrices]:
 def _check_reading(name: str, found: Any, expected: str) -> None:
     """It must be a `Matrices`, or rules in a container."""
     if found is None or jax.tree_util.all_leaves([found]):
-        checks.kind(name, found, Matrices, expected)
+        checks.check_kind(name, found, Matrices, expected)
 
 
 def trained(model: Any) -> Any:

@@ -162,7 +162,7 @@ def with_joins(matrices: Matrices, joins: Joins | None) -> Matrices:
     left = {path: x for path, x in parts.items() if x.axes and x.label != ADAMW}
     found: list[Join] = []
     for size in patterns.values():
-        checks.count(f"joins={joins!r}: K", size, least=2)
+        checks.check_count(f"joins={joins!r}: K", size, least=2)
     for pattern, size in patterns.items() if left else ():
         numbers = {path: _layer_numbers(pattern, x) for path, x in left.items()}
         layers = {path: spans for path, spans in numbers.items() if spans is not None}

@@ -254,7 +254,7 @@ def of_tree(matrices: Any, tree: Any) -> Matrices:
         rules = "find_matrices(params, rules={...})"
         expected = f"{_READ}, or {rules}, a function of params that returns it, or None"
         expected += checks.injected(matrices, "matrices")
-        checks.kind("matrices", matrices, Matrices, expected)
+        checks.check_kind("matrices", matrices, Matrices, expected)
         facts.note().leaves.update(matrices)
         facts.note().parameters.update(matrices)
         if matrices.splits:

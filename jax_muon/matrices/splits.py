@@ -66,7 +66,7 @@ class Split:
           >>> jm.describe(tx, params).parameters[0].matrices  # three of (4, 4)
           (3, 4, 4)
         """
-        checks.count("number", number)
+        checks.check_count("number", number)
         parts: Any = _Number(number)
         return cls(parts, axis)
 
@@ -213,7 +213,7 @@ def _with_split(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
-        checks.gradients(updates, params)
+        checks.check_gradients(updates, params)
         parts, of_params = (
             _map_split(_parts, pattern, split, x) for x in (updates, params)
         )
@@ -227,7 +227,7 @@ def _map_split(
     function: Callable[..., Any], pattern: str, split: Split, tree: Any, *rest: Any
 ) -> Any:
     """Apply a function to parameters that match; take others from the last tree."""
-    checks.kind(f"splits[{pattern!r}]", split, Split, "a jax_muon.Split")
+    checks.check_kind(f"splits[{pattern!r}]", split, Split, "a jax_muon.Split")
     paths = []
 
     def apply(key_path: tuple[Any, ...], *nodes: Any) -> Any:

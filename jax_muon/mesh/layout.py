@@ -129,7 +129,7 @@ def fsdp(
       ('data', True)
     """
     names = checked_axes("axes", axes, mesh)
-    params = checks.arrays("params", params)
+    params = checks.as_arrays("params", params)
     everywhere = NamedSharding(mesh, PartitionSpec())
     layout = Layout(everywhere, names, read=reader(matrices))
     treedef: Any = jax.tree.structure(params)
@@ -164,7 +164,7 @@ def _mesh_of(by_path: Mapping[str, Any]) -> Mesh:
     for path, entry in by_path.items():
         if entry is not None:
             name = f"where for {path!r}" if path else "where"
-            checks.kind(name, entry, NamedSharding, _EXPECTED)
+            checks.check_kind(name, entry, NamedSharding, _EXPECTED)
             meshes.setdefault(entry.mesh, name)
     if not meshes:
         checks.refuse("where", None, f"a mesh, or {_EXPECTED}")

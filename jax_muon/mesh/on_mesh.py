@@ -17,7 +17,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon.base import array_types, checks, facts
-from jax_muon.base.dtypes import wire_dtype
+from jax_muon.base.dtypes import sent_dtype
 from jax_muon.base.specs import AxisName, checked_axes, dividing, spelled
 from jax_muon.mesh import hardware, xla_options
 from jax_muon.mesh.layout import MIN_SIZE, Layout, Placed, Where, readings
@@ -84,8 +84,8 @@ def on_mesh(
     if isinstance(tx, OnMesh):
         raise ValueError(f"tx: {_TWICE}")
     if devices_per_host is not None:
-        checks.count("devices_per_host", devices_per_host)
-    checks.float_dtype("gather_dtype", gather_dtype)
+        checks.check_count("devices_per_host", devices_per_host)
+    checks.check_float_dtype("gather_dtype", gather_dtype)
     if isinstance(where, Mesh):  # otherwise when there are parameters
         checked_axes("divide", divide, where)
         _check_types(where)
@@ -152,7 +152,7 @@ class MeshOptimizer:
 
     def init(self, params: optax.Params) -> Any:
         """State of these parameters, sharded further than they are."""
-        params = checks.arrays("params", params)
+        params = checks.as_arrays("params", params)
         if _is_jitted():
             return self._init(params)
         self.layout.check_concrete(params)
@@ -181,11 +181,11 @@ class MeshOptimizer:
 
     def _update(self, updates: Any, state: Any, params: Any, **extra_args: Any) -> Any:
         like = updates if params is None else params
-        checks.gradients(updates, params)
+        checks.check_gradients(updates, params)
         placed = self.layout.of_leaves(like)
         facts.note().on_mesh.append((self, placed))
         expected = self._typed_state(like, placed)
-        checks.state(state, expected)
+        checks.check_state(state, expected)
         typed = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(expected)]
         again = [] if params is None else placed.state_specs
         kinds = [*placed.memory_kinds, *map(_memory_kind, jax.tree.leaves(state))]
@@ -200,7 +200,7 @@ class MeshOptimizer:
 
     def abstract(self, params: optax.Params) -> tuple[Any, Any]:
         """Shapes, dtypes and shardings of the parameters and of the state."""
-        params = checks.arrays("params", params)
+        params = checks.as_arrays("params", params)
         placed = self.layout.of_leaves(params)
 
         def at(x: Any, spec: PartitionSpec, kind: str | None = None) -> Any:
@@ -221,7 +221,7 @@ class MeshOptimizer:
         scans: Sequence[str] | None = None,
     ) -> dict[str, Any]:
         """See `OnMesh`; a step knows which scan takes each parameter, "" for none."""
-        params = checks.arrays("params", params)
+        params = checks.as_arrays("params", params)
         placed = self.layout.of_leaves(params)
         if scans is None:
             known = map(self.layout.read(params).get, placed.paths)
@@ -342,7 +342,7 @@ def _reshard(tree: Any, specs: Sequence[PartitionSpec], dtype: Any = None) -> An
         before, after = (dividing(s, old.mesh.shape) for s in (old.spec, spec))
         # Without a dtype no cast: it would strip a weak type, on the wrong axes.
         travels = dtype is not None and before != after
-        sent = x.astype(wire_dtype(x.dtype, dtype)) if travels else x
+        sent = x.astype(sent_dtype(x.dtype, dtype)) if travels else x
         moved.append(jax.reshard(sent, spec).astype(x.dtype))
     return jax.tree.unflatten(treedef, moved)
 

@@ -1,6 +1,6 @@
 """A plan: which device computes which sharded matrix, and what is sent for that.
 
-`owners.py` makes it, `travel.py` carries it out, and `describe` shows it.
+`owners.py` makes it, `exchange.py` carries it out, and `describe` shows it.
 """
 
 import dataclasses
@@ -228,8 +228,8 @@ def parameter_transfers(
     The gathers are along the axes that shard the parameter, and then along those that
     shard only its state; the gradient is summed over both at once.
     """
-    of_param, of_state = ({*spec_names(x)} for x in (spec, state_spec))
-    shard = size // math.prod(sizes[name] for name in of_state.difference(summed))
+    param_axes, state_axes = ({*spec_names(x)} for x in (spec, state_spec))
+    shard = size // math.prod(sizes[name] for name in state_axes.difference(summed))
 
     def rings(axes: Collection[str], shard: int) -> Iterator[tuple[Any, int]]:
         """Over which devices, and bytes of the shard that they divide."""
@@ -240,11 +240,11 @@ def parameter_transfers(
             shard //= len(members)
 
     left = shard
-    for axes in (of_param, of_state - of_param):
+    for axes in (param_axes, state_axes - param_axes):
         for members, whole in rings(axes, left):
             left = whole // len(members)
             yield "gathers", Collective("all-gather", members, left)
-    for members, whole in rings(of_state, shard):
+    for members, whole in rings(state_axes, shard):
         yield "gradients", Collective("reduce-scatter", members, whole)
-    rest = members_over({*summed} - of_state, sizes)
+    rest = members_over({*summed} - state_axes, sizes)
     yield "gradients", Collective("all-reduce", rest, left)

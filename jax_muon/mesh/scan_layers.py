@@ -31,8 +31,8 @@ from jax_muon.base.specs import (
     only,
     spec_names,
 )
+from jax_muon.mesh.communicator import Communicator
 from jax_muon.mesh.layout import Layout
-from jax_muon.mesh.wire import Wire
 
 Function = Callable[..., Any]
 
@@ -87,18 +87,18 @@ def scan_layers(
       >>> float(x[0])
       8.0
     """
-    layers = checks.arrays("layers", layers)
+    layers = checks.as_arrays("layers", layers)
     lengths = {x.shape[:1] for x in jax.tree.leaves(layers)}
     if len(lengths) > 1 or () in lengths:
         expected = "one first axis, of layers, in all arrays"
         checks.refuse("first axes of layers", sorted(lengths), expected)
     treedef: Any
     flat, treedef = jax.tree.flatten(layers)
-    wire, manual = None, set[str]()
+    comm, manual = None, set[str]()
     if scans := surroundings().scans:
-        wire, specs, numbers = scans.wire, scans.specs, scans.numbers(len(flat))
-        mesh, names, local_batch = wire.mesh, wire.axes, False
-        of_layer = of_grad = [specs.get(x, PartitionSpec()) for x in numbers]
+        comm, specs, numbers = scans.comm, scans.specs, scans.numbers(len(flat))
+        mesh, names, local_batch = comm.mesh, comm.axes, False
+        layer_specs = grad_specs = [specs.get(x, PartitionSpec()) for x in numbers]
         flat = list(map(jaxprs.marked, flat, numbers))
     else:
         if shardings is None:
@@ -113,12 +113,12 @@ def scan_layers(
             names, local_batch = tuple(n for n in names if n in manual), False
         else:
             layout.of_leaves(layers)  # checks that they fit
-        of_layer, of_grad = _specs_of_layer(layers, layout, names, local_batch)
-    in_shards = local_batch or wire is not None or bool(manual)
-    is_sharded = local_batch or any(map(any, of_layer))
+        layer_specs, grad_specs = _layer_specs(layers, layout, names, local_batch)
+    in_shards = local_batch or comm is not None or bool(manual)
+    is_sharded = local_batch or any(map(any, layer_specs))
     if not is_sharded or (0,) in lengths:
         return _plain_scan(block, carry, treedef.unflatten(flat))
-    leaves = [*zip(of_layer, of_grad, (x.dtype for x in flat), strict=True)]
+    leaves = [*zip(layer_specs, grad_specs, (x.dtype for x in flat), strict=True)]
 
     def of_all(function: Function) -> Function:
         return lambda layer: [
@@ -127,7 +127,7 @@ def scan_layers(
         ]
 
     exchange = _collectives if in_shards else _constraints
-    gather, *scatters = map(of_all, exchange(mesh, names, leaves, wire))
+    gather, *scatters = map(of_all, exchange(mesh, names, leaves, comm))
     whose = "a first axis of samples, which the devices divide, or local_batch=False"
 
     def on_device(carry: Any, shards: list[Any], divided: list[Any]) -> Any:
@@ -136,7 +136,7 @@ def scan_layers(
         closed, results = trace(carry, treedef.unflatten(first))
         if local_batch:
             name = "local_batch=True: the output of block"
-            checks.samples(name, results[1], 1, whose)
+            checks.check_samples(name, results[1], 1, whose)
 
         # What the block closes over becomes an argument, so that it gets a gradient.
         def run(consts: list[Any], carry: Any, layer: list[Any]) -> Any:
@@ -149,16 +149,16 @@ def scan_layers(
 
     if local_batch:
         devices = devices_over(names, mesh.shape)
-        checks.samples("local_batch=True: carry", carry, devices, whose)
+        checks.check_samples("local_batch=True: carry", carry, devices, whose)
         batch, by_layer = PartitionSpec(names), PartitionSpec(None, names)
-        of_shards, of_grads = (
+        shard_specs, shard_grad_specs = (
             [PartitionSpec(None, *only(spec, names)) for spec in x]
-            for x in (of_layer, of_grad)
+            for x in (layer_specs, grad_specs)
         )
         on_device = jax.shard_map(
             on_device,
             mesh=mesh,
-            in_specs=(batch, of_shards, of_grads),
+            in_specs=(batch, shard_specs, shard_grad_specs),
             out_specs=(batch, by_layer),
             axis_names={*names},
             check_vma=False,
@@ -172,14 +172,14 @@ def _plain_scan(block: Function, carry: Any, layers: Any) -> Any:
         return jax.lax.scan(block, carry, layers)
 
 
-def _specs_of_layer(
+def _layer_specs(
     layers: Any, layout: Layout, names: tuple[str, ...], divide: bool
 ) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
     """How each leaf of one layer is sharded over these mesh axes, and its gradient.
 
     With `divide` they divide gradients further.
     """
-    (mesh, rows), of_layer, of_grad = layout.given(layers), [], []
+    (mesh, rows), layer_specs, grad_specs = layout.given(layers), [], []
     sizes = mesh.shape
     for path, x, sharding in rows:
         spec = sharding.spec
@@ -190,9 +190,9 @@ def _specs_of_layer(
             )
         spec = dividing(PartitionSpec(*spec[1:]), sizes)
         is_large = divide and x.size >= layout.min_size
-        of_grad.append(finer(spec, x.shape[1:], names if is_large else (), sizes))
-        of_layer.append(spec if any(only(spec, names)) else PartitionSpec())
-    return of_layer, of_grad
+        grad_specs.append(finer(spec, x.shape[1:], names if is_large else (), sizes))
+        layer_specs.append(spec if any(only(spec, names)) else PartitionSpec())
+    return layer_specs, grad_specs
 
 
 def _shardings_of_types(layers: Any) -> Any:
@@ -203,7 +203,7 @@ def _shardings_of_types(layers: Any) -> Any:
 
 
 def _collectives(
-    mesh: Any, names: tuple[str, ...], leaves: Sequence[Any], step: Wire | None
+    mesh: Any, names: tuple[str, ...], leaves: Sequence[Any], step: Communicator | None
 ) -> tuple[Function, ...]:
     """How a device gathers an array over these mesh axes, and scatters its gradient.
 
@@ -211,22 +211,22 @@ def _collectives(
     with experts on 1024 GPUs products then wait 34 ms less. Outside of a step the
     shard_map sums a gradient over the axes that do not divide it.
     """
-    wire = step or Wire(mesh, names)
+    comm = step or Communicator(mesh, names)
 
     def gather(x: Any, spec: PartitionSpec, *_: Any) -> Any:
-        return wire.gather(x, spec)
+        return comm.gather(x, spec)
 
-    def others(spec: PartitionSpec, of_grad: PartitionSpec) -> tuple[str, ...]:
-        axes = wire.axes if step and any(spec) else spec_names(only(of_grad, names))
+    def others(spec: PartitionSpec, grad_specs: PartitionSpec) -> tuple[str, ...]:
+        axes = comm.axes if step and any(spec) else spec_names(only(grad_specs, names))
         return tuple(name for name in axes if name not in spec_names(spec))
 
     def over_shards(g: Any, spec: Any, _: Any, dtype: Any) -> Any:
         if step and any(spec):  # before the sum: eight of 9000 overflow float16
             g = wide(g) / mesh.size
-        return wire.scatter(g, spec, dtype, spec_names(only(spec, names)))
+        return comm.scatter(g, spec, dtype, spec_names(only(spec, names)))
 
-    def over_replicas(g: Any, spec: Any, of_grad: Any, dtype: Any) -> Any:
-        return wire.scatter(g, of_grad, dtype, others(spec, of_grad))
+    def over_replicas(g: Any, spec: Any, grad_specs: Any, dtype: Any) -> Any:
+        return comm.scatter(g, grad_specs, dtype, others(spec, grad_specs))
 
     repeats = (devices_over(others(*both), mesh.shape) for *both, _ in leaves)
     return gather, over_shards, *([over_replicas] if max(repeats) > 1 else [])
@@ -243,8 +243,8 @@ def _constraints(mesh: Any, names: tuple[str, ...], *_: Any) -> tuple[Function, 
     def gather(x: Any, spec: PartitionSpec, *_: Any) -> Any:
         return place(x, NamedSharding(on, only(spec, others))) if any(spec) else x
 
-    def scatter(g: Any, spec: Any, of_grad: Any, _: Any) -> Any:
-        return place(g, NamedSharding(on, of_grad)) if any(spec) else g
+    def scatter(g: Any, spec: Any, grad_specs: Any, _: Any) -> Any:
+        return place(g, NamedSharding(on, grad_specs)) if any(spec) else g
 
     return gather, scatter
 

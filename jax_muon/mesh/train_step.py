@@ -27,9 +27,9 @@ from jax_muon.base import checks, jaxprs, trees
 from jax_muon.base.array_types import setting
 from jax_muon.base.dtypes import wide
 from jax_muon.base.specs import dividing, spelled
+from jax_muon.mesh.communicator import Communicator, Scans
 from jax_muon.mesh.layout import Placed, sharded
 from jax_muon.mesh.on_mesh import OnMesh, on_devices
-from jax_muon.mesh.wire import Scans, Wire
 
 Step = tuple[Any, Any, dict[str, Any]]  # parameters, state, metrics
 
@@ -91,10 +91,10 @@ def make_train_step(
       >>> float(metrics["loss"])
       1.0
     """
-    checks.kind("tx", tx, OnMesh, IN_ON_MESH)
-    checks.count("microbatches", microbatches)
-    checks.float_dtype("reduce_dtype", reduce_dtype)
-    maxima = checks.strings("max_aux", max_aux)
+    checks.check_kind("tx", tx, OnMesh, IN_ON_MESH)
+    checks.check_count("microbatches", microbatches)
+    checks.check_float_dtype("reduce_dtype", reduce_dtype)
+    maxima = checks.as_strings("max_aux", max_aux)
     loss = functools.partial(_outputs, loss_fn, has_aux, maxima, weighted)
     return TrainStep(tx, loss, microbatches, reduce_dtype, donate)
 
@@ -184,15 +184,15 @@ class TrainStep:
         mesh, axes = placed.mesh, PartitionSpec(placed.mesh.axis_names)
         gathers = self.gathers(params, batch, *others)
         params = on_devices(params)
-        of_params, of_state = (
+        param_specs, state_specs = (
             [dividing(spec, mesh.shape) for spec in x]
             for x in (placed.param_specs, placed.state_specs)
         )
         # `scan_layers` sums gradients over all devices, sharded like the parameters.
-        rows = zip(of_params, of_state, gathers.numbers, strict=True)
-        of_grads = [x if number else y for x, y, number in rows]
+        rows = zip(param_specs, state_specs, gathers.numbers, strict=True)
+        grad_specs = [x if number else y for x, y, number in rows]
         treedef: Any = jax.tree.structure(params)
-        of_params, of_grads = map(treedef.unflatten, (of_params, of_grads))
+        param_specs, grad_specs = map(treedef.unflatten, (param_specs, grad_specs))
         if AxisType.Explicit in mesh.axis_types:
             batch = jax.reshard(batch, NamedSharding(mesh, axes))
             others = jax.reshard(others, NamedSharding(mesh, PartitionSpec()))
@@ -201,11 +201,15 @@ class TrainStep:
         # a pmean would have a gradient too small by the number of devices.
         grads, maxima, metrics = jax.shard_map(
             functools.partial(
-                self._gradients, self._wire(placed), of_params, of_grads, gathers
+                self._gradients,
+                self._communicator(placed),
+                param_specs,
+                grad_specs,
+                gathers,
             ),
             mesh=mesh,
-            in_specs=(of_params, axes, PartitionSpec()),
-            out_specs=(of_grads, PartitionSpec(), PartitionSpec()),
+            in_specs=(param_specs, axes, PartitionSpec()),
+            out_specs=(grad_specs, PartitionSpec(), PartitionSpec()),
             check_vma=False,
         )(params, batch, others)
         extra = {"value": metrics["loss"], **maxima}
@@ -221,9 +225,9 @@ class TrainStep:
             after = jax.device_put(after, treedef.unflatten(places))
         return after, state, metrics
 
-    def _wire(self, placed: Placed) -> Wire:
+    def _communicator(self, placed: Placed) -> Communicator:
         axes, dtype = placed.mesh.axis_names, self.tx.optimizer.gather_dtype
-        return Wire(placed.mesh, axes, dtype, self._reduce_dtype)
+        return Communicator(placed.mesh, axes, dtype, self._reduce_dtype)
 
     # --- what the loss gives to `scan_layers` -----------------------------------------
 
@@ -248,19 +252,19 @@ class TrainStep:
             return Gathers([None] * len(specs), {})
         uses = self._uses(placed, params, batch, others)
         # Specs of a layer of what comes with each mark; None where it cannot be held.
-        of_mark: dict[str, set[Any]] = collections.defaultdict(set)
+        mark_specs: dict[str, set[Any]] = collections.defaultdict(set)
         for spec, of_leaf in zip(specs, uses, strict=True):
             held = len(of_leaf) == 1 and not any(spec[:1])
             for use in of_leaf:
-                of_mark[use.mark].add(PartitionSpec(*spec[1:]) if held else None)
-        of_layer = {
+                mark_specs[use.mark].add(PartitionSpec(*spec[1:]) if held else None)
+        layer_specs = {
             mark: spec
-            for mark, found in of_mark.items()
+            for mark, found in mark_specs.items()
             for spec in found
             if mark and len(found) == 1 and any(spec or ())
         }
         marks = [{use.mark for use in of_leaf} - {""} for of_leaf in uses]
-        numbers = [next(iter(found & of_layer.keys()), None) for found in marks]
+        numbers = [next(iter(found & layer_specs.keys()), None) for found in marks]
         for i, number in enumerate(numbers):
             if marks[i] and any(specs[i]) and number is None:
                 why = f"it is used by {', '.join(map(str, uses[i]))}"
@@ -271,7 +275,7 @@ class TrainStep:
                     f"once: {why}; expected one scan_layers and nothing else",
                     stacklevel=2,
                 )
-        return Gathers(numbers, of_layer)
+        return Gathers(numbers, layer_specs)
 
     def _uses(
         self, placed: Placed, params: Any, batch: Any, others: Any
@@ -282,7 +286,7 @@ class TrainStep:
 
         def look(params: Any, batch: Any, others: Any) -> tuple[()]:
             first = jax.tree.map(lambda x: x[0], self._parts(batch))
-            scans = Scans(self._wire(placed), {})
+            scans = Scans(self._communicator(placed), {})
             uses.extend(self._trace(scans, params, first, others)[0])
             return ()
 
@@ -323,7 +327,7 @@ class TrainStep:
             f"({placed.mesh.size}) times the microbatches ({self._microbatches}); what "
             "has no samples goes into others: step(params, state, batch, *others)"
         )
-        checks.samples("batch", batch, number, expected)
+        checks.check_samples("batch", batch, number, expected)
         sizes: dict[int, str] = {}
         for path, x in jax.tree.leaves_with_path(batch):
             sizes.setdefault(len(x), f"batch{jax.tree_util.keystr(path)} {x.shape}")
@@ -347,26 +351,26 @@ class TrainStep:
 
     def _gradients(
         self,
-        wire: Wire,
-        of_params: Any,
-        of_grads: Any,
+        comm: Communicator,
+        param_specs: Any,
+        grad_specs: Any,
         gathers: Gathers,
         params: Any,
         batch: Any,
         others: Any,
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """This device's shard of the mean gradient, by `of_grads`; maxima; metrics."""
+        """This device's shard of the mean gradient; maxima; metrics."""
         count, parts = self._microbatches, self._parts(batch)
         first = jax.tree.map(lambda x: x[0], parts)
         treedef: Any = jax.tree.structure(params)
         held = treedef.unflatten([number is not None for number in gathers.numbers])
         whole = jax.tree.map(
-            lambda x, spec, held: x if held else wire.gather(x, spec),
-            *(params, of_params, held),
+            lambda x, spec, held: x if held else comm.gather(x, spec),
+            *(params, param_specs, held),
         )
         loss = self._loss
         if gathers.specs:
-            scans = Scans(wire, gathers.specs)
+            scans = Scans(comm, gathers.specs)
             uses, loss = self._trace(scans, whole, first, others)
             rows = zip(uses, gathers.numbers, strict=True)
             if any(number and [x.mark for x in of] != [number] for of, number in rows):
@@ -374,30 +378,38 @@ class TrainStep:
                     "loss_fn gives other parameters to scan_layers when it is traced "
                     "a second time; expected the same calls in the same order"
                 )
-        of_part = functools.partial(self._of_part, loss, wire, held, whole, others)
+        microbatch = functools.partial(
+            self._microbatch, loss, comm, held, whole, others
+        )
         (total, sums, aux), maxima = (
-            of_part(first) if count == 1 else _sum_over(of_part, parts, first)
+            microbatch(first) if count == 1 else _sum_over(microbatch, parts, first)
         )
         # A batch in which nothing counts has no gradient.
         value, grads = _times(sums, jnp.where(total == 0, 0, 1 / total))
 
         def scatter(g: Any, x: Any, spec: Any, held: bool) -> Any:
             kind = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else g.dtype
-            g = g if held else wire.scatter(g / wire.mesh.size, spec, kind, wire.axes)
+            g = g if held else comm.scatter(g / comm.mesh.size, spec, kind, comm.axes)
             return g.astype(x.dtype)
 
-        grads = jax.tree.map(scatter, grads, params, of_grads, held)
-        maxima = jax.lax.pmax(maxima, wire.axes)
-        metrics = {"loss": jax.lax.pmean(value, wire.axes)}
+        grads = jax.tree.map(scatter, grads, params, grad_specs, held)
+        maxima = jax.lax.pmax(maxima, comm.axes)
+        metrics = {"loss": jax.lax.pmean(value, comm.axes)}
         if aux is not None:
             aux = jax.tree.map(
-                lambda x: jax.lax.psum(wide(x), wire.axes).astype(x.dtype), aux
+                lambda x: jax.lax.psum(wide(x), comm.axes).astype(x.dtype), aux
             )
             metrics["aux"] = aux | maxima if maxima else aux
         return grads, maxima, metrics
 
-    def _of_part(
-        self, loss_fn: Any, wire: Wire, held: Any, params: Any, others: Any, part: Any
+    def _microbatch(
+        self,
+        loss_fn: Any,
+        comm: Communicator,
+        held: Any,
+        params: Any,
+        others: Any,
+        part: Any,
     ) -> tuple[Any, Any]:
         """One microbatch: its weight, this device's part of its mean times that weight.
 
@@ -406,12 +418,12 @@ class TrainStep:
         loss, pull, (weight, aux, maxima) = jax.vjp(
             lambda params: loss_fn(params, part, *others), params, has_aux=True
         )
-        devices = wire.mesh.size
+        devices = comm.mesh.size
         total, mean, share = jnp.asarray(devices, float), wide(loss), 1.0
         if weight is not None:
             # Collectives in the loss mix the cotangents of devices, so these have to be
             # in the ratio of the weights. They are 1 on average, as float16 needs it.
-            total = jax.lax.psum(weight, wire.axes)
+            total = jax.lax.psum(weight, comm.axes)
             share = weight * devices / jnp.where(total == 0, 1, total)
             mean = jnp.where(weight == 0, 0, mean * share)
         cotangent = jnp.asarray(share, loss.dtype)
@@ -455,7 +467,7 @@ def _outputs(
         loss, aux = _pair("has_aux", loss)
     if weighted:
         loss, weight = _pair("weighted", loss)
-        weight = checks.scalar("the weight of loss_fn", weight, "a real scalar")
+        weight = checks.as_scalar("the weight of loss_fn", weight, "a real scalar")
         weight = jnp.asarray(weight, float)
         weight = jax.lax.stop_gradient(jnp.where(weight < 0, jnp.nan, weight))
     entries = aux if isinstance(aux, Mapping) else {}
@@ -466,7 +478,7 @@ def _outputs(
     if maxima:
         aux = {name: x for name, x in entries.items() if name not in maxima}
     expected = "a real scalar in floating point"
-    loss = jnp.asarray(checks.scalar("the loss of loss_fn", loss, expected))
+    loss = jnp.asarray(checks.as_scalar("the loss of loss_fn", loss, expected))
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         checks.refuse("the loss of loss_fn", loss, f"{expected}, which has a gradient")
     return loss, (weight, aux, maxima)

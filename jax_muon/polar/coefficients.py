@@ -24,7 +24,7 @@ def quintics(
 ) -> Table:
     """The quintics that `coefficients` and `steps` of a `NewtonSchulz` mean."""
     if steps is not None:
-        checks.count("steps", steps)
+        checks.check_count("steps", steps)
     try:
         table = np.asarray(coefficients, dtype=np.float64)
     except (TypeError, ValueError):
@@ -70,10 +70,10 @@ def polar_express_coefficients(
       Amsel, Persson, Musco, Gower, The Polar Express, arXiv 2505.16932, Algorithm 1
       and section 4.4.
     """
-    checks.count("steps", steps)
-    lower = checks.number("lower", lower, "in (0, 1]")
-    cushion = checks.number("cushion", cushion, "in [0, 1]")
-    safety = checks.number("safety", safety, "in [0, 1]")
+    checks.check_count("steps", steps)
+    lower = checks.as_number("lower", lower, "in (0, 1]")
+    cushion = checks.as_number("cushion", cushion, "in [0, 1]")
+    safety = checks.as_number("safety", safety, "in [0, 1]")
     table = []
     low, high = lower, 1.0
     for step in range(steps):

@@ -78,9 +78,9 @@ class NewtonSchulz:
     kernels: bool | None = None
 
     def __post_init__(self) -> None:
-        checks.choice("norm", self.norm, ("frobenius", "schatten4"))
-        checks.choice("form", self.form, ("auto", "standard", "gram"))
-        checks.kind("kernels", self.kernels, bool | None, "None, True or False")
+        checks.check_choice("norm", self.norm, ("frobenius", "schatten4"))
+        checks.check_choice("form", self.form, ("auto", "standard", "gram"))
+        checks.check_kind("kernels", self.kernels, bool | None, "None, True or False")
         # float16 has too few exponents for Gram matrices.
         dtype = None if self.dtype is None else jnp.dtype(self.dtype).name
         if dtype not in ("bfloat16", "float32", "float64"):
@@ -96,7 +96,7 @@ class NewtonSchulz:
         table = quintics(self.coefficients, self.steps)
         normal = {"coefficients": table, "steps": len(table), "dtype": dtype}
         for name in ("norm_factor", "eps"):
-            normal[name] = checks.number(name, getattr(self, name), "above 0")
+            normal[name] = checks.as_number(name, getattr(self, name), "above 0")
         for name, value in normal.items():
             object.__setattr__(self, name, value)
 

@@ -189,7 +189,7 @@ def describe(
     """
     step, tx = tx, tx.tx if isinstance(tx, TrainStep) else tx
     tx = checks.as_transform("tx", tx)
-    params = checks.arrays("params", trained(params))
+    params = checks.as_arrays("params", trained(params))
     gathers: list[str | None] = []
     if isinstance(step, TrainStep):
         gathers = step.gathers(params, *batch).numbers
@@ -229,7 +229,7 @@ def describe(
 
     def described(parameter: Parameter) -> DescribedParameter:
         path = parameter.path
-        spec, of_state = shardings.get(
+        spec, state_spec = shardings.get(
             trees.nearest_prefix(shardings, path) or "", (None, None)
         )
         return DescribedParameter(
@@ -239,7 +239,7 @@ def describe(
             recorded.scales.get(path),
             state_bytes[path],
             spec,
-            of_state,
+            state_spec,
             residuals.get(trees.nearest_prefix(residuals, path) or ""),
             bool(by_layer.get(trees.nearest_prefix(by_layer, path) or "")),
         )
@@ -327,9 +327,9 @@ def _row(leaf: DescribedParameter, sizes: Mapping[str, int]) -> list[str]:
     """The cells of one parameter."""
     parameter = leaf.parameter
     joined = f", {leaf.joined} as one" if leaf.joined > 1 else ""
-    where, of_state = (sharding_text(x, sizes) for x in (leaf.spec, leaf.state_spec))
-    if leaf.state_spec is not None and of_state != where:
-        where += f"; state {of_state}"
+    where, state_text = (sharding_text(x, sizes) for x in (leaf.spec, leaf.state_spec))
+    if leaf.state_spec is not None and state_text != where:
+        where += f"; state {state_text}"
     shape, matrices = shape_text(parameter.shape), sizes_text(leaf.matrices) + joined
     scale = "-" if leaf.scale is None else f"{leaf.scale:.4g}"
     read = [parameter.path, shape, parameter.role, matrices, parameter.label]

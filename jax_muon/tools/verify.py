@@ -89,9 +89,9 @@ def verify(tx: OnMesh, params: optax.Params, **extra_args: Any) -> Verification:
       >>> jm.verify(tx, shapes).ok
       True
     """
-    checks.kind("tx", tx, OnMesh, IN_ON_MESH)
+    checks.check_kind("tx", tx, OnMesh, IN_ON_MESH)
     optimizer = tx.optimizer
-    params = checks.arrays("params", params)
+    params = checks.as_arrays("params", params)
     random = np.random.default_rng(0)
     whole, *grads = (
         jax.tree.map(lambda x: _drawn(x, random), params) for _ in range(3)

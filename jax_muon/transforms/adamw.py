@@ -65,7 +65,7 @@ def adamw(
     tx = optax.chain(
         optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype),
         add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
+        optax.scale_by_learning_rate(checks.as_rate("learning_rate", learning_rate)),
     )
 
     def init_fn(params: optax.Params) -> Any:

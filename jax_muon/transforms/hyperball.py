@@ -58,7 +58,7 @@ def hyperball(
       >>> round(float(jnp.linalg.norm(moved)), 5)
       5.0
     """
-    learning_rate = checks.rate("learning_rate", learning_rate)
+    learning_rate = checks.as_rate("learning_rate", learning_rate)
 
     def init_fn(params: optax.Params) -> HyperballState:
         parameters = of_tree(matrices, params)
@@ -76,7 +76,7 @@ def hyperball(
         state: HyperballState,
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, HyperballState]:
-        checks.params("hyperball", params)
+        checks.check_params("hyperball", params)
         parameters = of_tree(matrices, updates)
         rate = checks.rate_at(learning_rate, state.count)
         weights = dict(trees.leaves_with_paths(params))

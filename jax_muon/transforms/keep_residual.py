@@ -62,10 +62,10 @@ def keep_residual(
     """
     tx = checks.as_transform("tx", tx)
     name = jnp.dtype(dtype).name
-    checks.choice("dtype", name, ("int8", "int16"))
+    checks.check_choice("dtype", name, ("int8", "int16"))
 
     def init_fn(params: optax.Params) -> KeepResidualState:
-        params = checks.arrays("params", params)
+        params = checks.as_arrays("params", params)
         residual = jax.tree.map(
             lambda p: jnp.zeros_like(p, name) if _is_narrow(p) else optax.MaskedNode(),
             params,
@@ -81,17 +81,17 @@ def keep_residual(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, KeepResidualState]:
-        checks.params("keep_residual", params)
+        checks.check_params("keep_residual", params)
         expected = (
             "a KeepResidualState; for a run without residual it is "
             "tx.init(params)._replace(inner_state=state)"
         )
-        checks.kind("state", state, KeepResidualState, expected)
+        checks.check_kind("state", state, KeepResidualState, expected)
         old = dict(trees.leaves_with_paths(state.residual))
         leaves = dict(trees.leaves_with_paths(params))
         narrow = {path: p for path, p in leaves.items() if _is_narrow(p)}
         like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, name), narrow)
-        checks.alike("residual", old, "parameter of 16 bits", like)
+        checks.check_alike("residual", old, "parameter of 16 bits", like)
         note().residuals.update(dict.fromkeys(old, name))
 
         def whole(path: str, p: Array) -> Array:

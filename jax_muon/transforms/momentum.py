@@ -83,10 +83,10 @@ def nesterov(
       >>> tx.update(grads, tx.init(grads))[0].tolist()
       [0.75, -3.0]
     """
-    decay = checks.rate("decay (momentum of a recipe)", decay, "in [0, 1)")
+    decay = checks.as_rate("decay (momentum of a recipe)", decay, "in [0, 1)")
     dtype = None if mu_dtype is None else jnp.dtype(mu_dtype).name
     if dtype is not None:
-        checks.choice("mu_dtype", dtype, DTYPES)
+        checks.check_choice("mu_dtype", dtype, DTYPES)
     kind = QuantizedNesterovState if dtype == "int8" else NesterovState
 
     def init_fn(params: optax.Params) -> Any:

@@ -20,7 +20,7 @@ from jax_muon.matrices.joins import (
     map_stacks,
 )
 from jax_muon.matrices.matrices import Given, Matrices, of_tree
-from jax_muon.mesh import owners, travel
+from jax_muon.mesh import exchange, owners
 from jax_muon.polar.factors import PolarExpress
 
 Polar = Callable[[Float[Array, "*b m n"]], Float[Array, "*b m n"]]
@@ -70,12 +70,12 @@ def orthogonalize(
         expected = "a function of arrays (..., m, n) such as PolarExpress()"
         expected += checks.injected(polar, "polar")
         checks.refuse("polar", polar, expected)
-    checks.count("small", small, least=0)
+    checks.check_count("small", small, least=0)
     if team is not None:
-        checks.count("team", team)
+        checks.check_count("team", team)
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
-        params = checks.arrays("params", params)
+        params = checks.as_arrays("params", params)
         parameters = of_tree(matrices, params)
         for path, _ in trees.leaves_with_paths(params):
             parameters.axes(path)  # raises unless it is a matrix
@@ -115,9 +115,9 @@ def orthogonalize(
         facts.note().pools[tuple(names)] = pools
         facts.note().sizes.update(sizes)
         if mesh.size > 1:
-            factors = functools.partial(travel.map_pools, polar, pools=pools)
+            factors = functools.partial(exchange.map_pools, polar, pools=pools)
         on_device = functools.partial(_map_matrices, factors, parameters, names, joined)
-        leaves = travel.on_shards(on_device, leaves, specs, mesh)
+        leaves = exchange.on_shards(on_device, leaves, specs, mesh)
         return jax.tree.unflatten(structure, leaves), state
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -97,8 +97,8 @@ def clip_qk(
       which the one for the key that all heads share has `balance=1.0`; if both are in
       one kernel, `with_splits` takes them apart.
     """
-    threshold = checks.number("threshold", threshold, "above 0")
-    balance = checks.number("balance", balance, "in [0, 1]")
+    threshold = checks.as_number("threshold", threshold, "above 0")
+    balance = checks.as_number("balance", balance, "in [0, 1]")
 
     def init_fn(params: optax.Params) -> ClipQkState:
         _modules([path for path, _ in trees.leaves_with_paths(params)], query, key)
@@ -113,8 +113,8 @@ def clip_qk(
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipQkState]:
         del state, extra_args
-        checks.params("clip_qk", params)
-        checks.gradients(updates, params)
+        checks.check_params("clip_qk", params)
+        checks.check_gradients(updates, params)
         updates = trees.as_wide_as_params(updates, params)
         weights = dict(trees.leaves_with_paths(params))
         modules = _modules([*weights], query, key)
@@ -285,7 +285,7 @@ def max_attention_logits(
       >>> jm.max_attention_logits(q, 3.0 * q, causal=True).tolist()
       [6.0, 6.0]
     """
-    checks.count("block_size", block_size)
+    checks.check_count("block_size", block_size)
     batch, time, heads, d = q.shape
     _, key_time, key_heads, _ = k.shape
     if q.shape[::3] != k.shape[::3] or (causal and time != key_time):

@@ -73,7 +73,7 @@ def normalize_frobenius(
       [[6.0, 0.0], [0.0, 8.0]]
     """
     if rms is not None:
-        rms = checks.number("rms", rms, "above 0", others=", or None")
+        rms = checks.as_number("rms", rms, "above 0", others=", or None")
 
     def scale(_: str, u: Array, axes: MatrixAxes) -> Array:
         fan_in, fan_out = axes.fan(u.shape)
@@ -121,9 +121,9 @@ def scale_by_normuon(
       >>> tx.update(updates, tx.init(updates))[0].round(3).tolist()
       [[5.0, 0.0], [0.0, 5.0]]
     """
-    decay = checks.rate("decay (beta2 of a recipe)", decay, "in [0, 1)")
-    checks.choice("axis", axis, ("longer", "output"))
-    eps = checks.number("eps", eps, "above 0")
+    decay = checks.as_rate("decay (beta2 of a recipe)", decay, "in [0, 1)")
+    checks.check_choice("axis", axis, ("longer", "output"))
+    eps = checks.as_number("eps", eps, "above 0")
 
     def averaged(axes: MatrixAxes, shape: tuple[int, ...]) -> tuple[int, ...]:
         fan_in, fan_out = axes.fan(shape)
@@ -198,7 +198,9 @@ def scale_by_shape(
 
     def scale(path: str, u: Array, axes: MatrixAxes) -> Array:
         fan = axes.fan(u.shape)
-        factor = checks.number(f"adjust_lr_fn{fan}", factor_of(*fan), "of at least 0")
+        factor = checks.as_number(
+            f"adjust_lr_fn{fan}", factor_of(*fan), "of at least 0"
+        )
         note().scales[path] = factor
         return u * dtypes.in_dtype_of(u, factor)
 
@@ -222,7 +224,7 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
       [16.0, 16.0]
     """
     for pattern, factor in factors.items():
-        checks.number(f"factors[{pattern!r}]", factor, "of at least 0")
+        checks.as_number(f"factors[{pattern!r}]", factor, "of at least 0")
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
         known = [path for path, _ in trees.leaves_with_paths(params)]

@@ -38,7 +38,7 @@ def add_cautious_decayed_weights(
       >>> tx.update(updates, tx.init(params), params)[0].tolist()
       [2.0, 1.0]
     """
-    weight_decay = checks.rate("weight_decay", weight_decay)
+    weight_decay = checks.as_rate("weight_decay", weight_decay)
     check_mask("mask", mask)
 
     def init_fn(params: optax.Params) -> optax.ScaleByScheduleState:
@@ -54,7 +54,7 @@ def add_cautious_decayed_weights(
         new_state = optax.ScaleByScheduleState(optax.safe_increment(state.count))
         if isinstance(weight_decay, float) and weight_decay == 0:
             return updates, new_state
-        checks.params("weight_decay, unless it is 0.0,", params)
+        checks.check_params("weight_decay, unless it is 0.0,", params)
         now, decays = checks.rate_at(weight_decay, state.count), decaying(mask, updates)
         weights = dict(trees.leaves_with_paths(params))
 
@@ -76,7 +76,7 @@ def add_decayed_weights(
     weight_decay: optax.ScalarOrSchedule, mask: Mask
 ) -> optax.GradientTransformation:
     """`optax.add_decayed_weights`; of 0, a transform that needs no parameters."""
-    rate = checks.rate("weight_decay", weight_decay)
+    rate = checks.as_rate("weight_decay", weight_decay)
     check_mask("mask", mask)
     if isinstance(rate, float) and rate == 0:
         return optax.identity()
@@ -88,7 +88,7 @@ def add_decayed_weights(
     tx = optax.add_decayed_weights(rate, None if mask is None else mask_of)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        checks.params("weight_decay, unless it is 0.0,", params)
+        checks.check_params("weight_decay, unless it is 0.0,", params)
         updates, _ = tx.update(updates, state, params)
         # In optax 0.2.6 the count of a schedule stands still.
         return updates, jax.tree.map(optax.safe_increment, state)

@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 
 import jax_muon as jm
 from jax_muon.base import jaxprs
-from jax_muon.matrices.computation import loops, moves, products  # noqa: F401
+from jax_muon.matrices.computation import contractions, loops, moves  # noqa: F401
 from jax_muon.matrices.computation.trace import RULES
 
 X = jnp.ones((2, 4))

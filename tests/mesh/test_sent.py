@@ -46,14 +46,14 @@ def test_plan_counts_what_a_step_sends(where):
 
 
 @pytest.mark.parametrize(
-    ("where", "wire", "divided"),
+    ("where", "comm", "divided"),
     [
         ("HSDP", "reduce_dtype", False),
         ("ZeRO-2 on 4", "gather_dtype", False),
         ("ZeRO-2 on 4", "gather_dtype", True),
     ],
 )
-def test_narrow_dtypes(where, wire, divided):
+def test_narrow_dtypes(where, comm, divided):
     """A CPU cannot sum 16 bits over some axes of a mesh, nor take the maximum."""
     params, weights = case.draw("mixed")
     plain = case.loss_of(weights)
@@ -66,7 +66,7 @@ def test_narrow_dtypes(where, wire, divided):
     given |= {"tx": optax.sgd(0.1, momentum=0.9), "divided": divided}
     exact, coarse = (
         case.train_step_run(make_step(**given, **how), params, case.batches(3))[0]
-        for how in ({}, {wire: jnp.bfloat16})
+        for how in ({}, {comm: jnp.bfloat16})
     )
     assert 1e-6 < case.distance(coarse, exact, params) < 2e-2  # roundings of 2^-9
 

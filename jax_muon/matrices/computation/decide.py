@@ -40,7 +40,7 @@ from jax_muon.matrices.matrices import (
 
 
 @dataclass
-class Facts:
+class Evidence:
     """What is known of every use, after the edges.
 
     Attributes:
@@ -84,9 +84,11 @@ def _of(make: Callable[[], Any]) -> Any:
     return collections.defaultdict(make)
 
 
-def facts(trace: Trace) -> Facts:
+def evidence(trace: Trace) -> Evidence:
     """What the edges say of all uses; later ones may decide what earlier ones mean."""
-    found = Facts({x: x.sides for uses in trace.uses.values() for x in uses.values()})
+    found = Evidence(
+        {x: x.sides for uses in trace.uses.values() for x in uses.values()}
+    )
     while True:
         before = {**found.sides}
         for edge in trace.edges:
@@ -96,7 +98,7 @@ def facts(trace: Trace) -> Facts:
             return found
 
 
-def _marks(found: Facts, edge: Edge) -> None:
+def _marks(found: Evidence, edge: Edge) -> None:
     """The kind says it all.
 
     Its input are gates; a top-k of its outputs chooses what is computed; its result
@@ -106,39 +108,39 @@ def _marks(found: Facts, edge: Edge) -> None:
     found.marks[edge.use].add(edge.kind)
 
 
-def _takes(found: Facts, edge: Edge) -> None:
+def _takes(found: Evidence, edge: Edge) -> None:
     """A product or a frozen kernel takes its result: it is no head."""
     found.takers[edge.use].add(edge.other)
 
 
-def _sliced(found: Facts, edge: Edge) -> None:
+def _sliced(found: Evidence, edge: Edge) -> None:
     """Some of its outputs, as q, k and v = split(x @ w, 3)."""
     start, stop = map(int, edge.about)
     for axis in edge.axes:
         found.slices[edge.use][axis].add((start, stop))
 
 
-def _has_heads(found: Facts, edge: Edge) -> None:
+def _has_heads(found: Evidence, edge: Edge) -> None:
     """Attention takes its outputs (tokens, heads * 64) as (tokens, heads, 64)."""
     found.heads[edge.use].add(Heads(*map(int, edge.about)))
 
 
-def _gated(found: Facts, edge: Edge) -> None:
+def _gated(found: Evidence, edge: Edge) -> None:
     """Gates (tokens, experts) multiply its outputs (tokens, experts, out)."""
     found.gated[edge.use] |= edge.axes
 
 
-def _gates(found: Facts, edge: Edge) -> None:
+def _gates(found: Evidence, edge: Edge) -> None:
     """Its outputs are such gates."""
     found.gates[edge.use] |= edge.axes
 
 
-def _summed(found: Facts, edge: Edge) -> None:
+def _summed(found: Evidence, edge: Edge) -> None:
     """A sum over experts whose outputs (tokens, experts, out) gates multiplied."""
     found.separate(edge.use, edge.axes & found.gated[edge.use])
 
 
-def _contracts(found: Facts, edge: Edge) -> None:
+def _contracts(found: Evidence, edge: Edge) -> None:
     """The next product (experts, in, out) sums over the experts too."""
     gated, use = found.gated[edge.use], edge.use
     if edge.other and edge.axes & (gated | found.gates[use]):
@@ -146,17 +148,17 @@ def _contracts(found: Facts, edge: Edge) -> None:
         found.separate(edge.other, edge.others, IN)
 
 
-def _weighed(found: Facts, edge: Edge) -> None:
+def _weighed(found: Evidence, edge: Edge) -> None:
     """A product with gates sums over its outputs of several experts."""
     found.separate(edge.use, edge.axes)
 
 
-def _grouped(found: Facts, edge: Edge) -> None:
+def _grouped(found: Evidence, edge: Edge) -> None:
     """`vmap` made groups of a convolution: one for each member."""
     found.separate(edge.use, edge.axes)
 
 
-def _batched(found: Facts, edge: Edge) -> None:
+def _batched(found: Evidence, edge: Edge) -> None:
     """A later product has a batch along its outputs: members that share an input.
 
     Of (members, in, out) and members of members, not of heads in (in, heads, head).
@@ -167,20 +169,20 @@ def _batched(found: Facts, edge: Edge) -> None:
             found.separate(edge.use, [axis])
 
 
-def _in_turns(found: Facts, edge: Edge) -> None:
+def _in_turns(found: Evidence, edge: Edge) -> None:
     """Outputs one by one, as lax.map(lambda c: x @ c, w.T); rows of w in each turn."""
     left = [x for x in found.sides[edge.use].values() if x != {BATCH}]
     if all(x == {IN} for x in left) or left == [{INNER}]:
         found.revise(edge.use, dict.fromkeys(edge.axes, OUT))
 
 
-def _mixed(found: Facts, edge: Edge) -> None:
+def _mixed(found: Evidence, edge: Edge) -> None:
     """Gates mixed (experts, in, out), einsum("be,eio->bio"), into matrices of data."""
     if "by gates" in found.marks[edge.use]:
         _kernel(found, edge)
 
 
-def _kernel(found: Facts, edge: Edge) -> None:
+def _kernel(found: Evidence, edge: Edge) -> None:
     """The same of any weights, einsum("e,ehwio->hwio"), that a convolution takes."""
     sides = found.sides[edge.use]
     inside, outside = (
@@ -193,14 +195,14 @@ def _kernel(found: Facts, edge: Edge) -> None:
         found.revise(edge.use, after | dict.fromkeys(inside, IN))
 
 
-def _attends(found: Facts, edge: Edge) -> None:
+def _attends(found: Evidence, edge: Edge) -> None:
     """It makes queries, keys or values of an attention; a fused kernel, several."""
     role = str(edge.about)
     same = found.roles.get(edge.use, role) in ("table", role)
     found.roles[edge.use] = role if same else "fused"
 
 
-def _compared(found: Facts, edge: Edge) -> None:
+def _compared(found: Evidence, edge: Edge) -> None:
     """Queries, or keys, are compared with it: a table, as of segments in XLNet.
 
     Positions (steps, in) @ w, of constants, are keys: then w is a matrix, not a table.
@@ -214,7 +216,7 @@ def _compared(found: Facts, edge: Edge) -> None:
         found.roles.setdefault(use, "table")
 
 
-EDGES: dict[str, Callable[[Facts, Edge], None]] = {
+EDGES: dict[str, Callable[[Evidence, Edge], None]] = {
     "takes": _takes,
     "sliced": _sliced,
     "heads": _has_heads,
@@ -247,7 +249,7 @@ class Leaf:
     path: str
     shape: tuple[int, ...]
     trace: Trace
-    found: Facts
+    found: Evidence
 
     @functools.cached_property
     def every(self) -> list[Use]:
@@ -296,7 +298,7 @@ class Leaf:
 
 
 def parameter(
-    path: str, leaf: Any, trace: Trace, found: Facts, is_split: bool
+    path: str, leaf: Any, trace: Trace, found: Evidence, is_split: bool
 ) -> Parameter:
     """How a leaf is read, by its uses; with a doubt, if they do not decide.
 
@@ -573,7 +575,7 @@ def _split(leaf: Leaf, role: str) -> str:
     return ""
 
 
-def _widths(found: Facts, use: Use, axis: int, size: int) -> list[int]:
+def _widths(found: Evidence, use: Use, axis: int, size: int) -> list[int]:
     """The widths of slices that outputs are cut into, in their order, if they are."""
     slices = found.slices[use][axis]
     # Slices of a slice count from its start, so another one contains them.
@@ -634,7 +636,9 @@ def _matrix_axes(leaf: Leaf, use: Use) -> MatrixAxes | str:
     return MatrixAxes(batch, fan_in, fan_out)
 
 
-def _inner_side(use: Use, axis: int, trace: Trace, found: Facts, seen: set[str]) -> str:
+def _inner_side(
+    use: Use, axis: int, trace: Trace, found: Evidence, seen: set[str]
+) -> str:
     """The side of an axis that was contracted with another leaf.
 
     In x @ (a @ b @ c), of (6, 5), (5, 4) and (4, 7), x makes axis 0 of a an input: axis

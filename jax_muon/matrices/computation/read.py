@@ -10,10 +10,10 @@ from jax.extend.core import Jaxpr
 
 from jax_muon.base import jaxprs, trees
 from jax_muon.matrices.computation import (  # noqa: F401, they register rules
+    contractions,
     decide,
     loops,
     moves,
-    products,
 )
 from jax_muon.matrices.computation.trace import Trace
 from jax_muon.matrices.computation.values import AxisPart, Value
@@ -40,7 +40,7 @@ def read_uses(
                 f"the result of {function} depends on none of the {len(leaves)} param"
                 "eters; expected the loss, or a model's apply, as a function of them"
             )
-        read, found = [], decide.facts(trace)
+        read, found = [], decide.evidence(trace)
         for path, leaf in leaves:
             is_split = any(trees.matches(pattern, path) for pattern in splits)
             read.append(decide.parameter(path, leaf, trace, found, is_split))

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jax_muon.base.dtypes import wide, wire_dtype
+from jax_muon.base.dtypes import sent_dtype, wide
 from jax_muon.base.specs import only, spec_names
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class Communicator:
     """How arrays are sent over mesh axes; see `make_train_step`."""
 
     mesh: Mesh | AbstractMesh
@@ -25,7 +25,7 @@ class Wire:
         spec = only(spec, self.axes)
         if not any(spec):  # nothing is sent, nor rounded for that
             return x
-        sent = x.astype(wire_dtype(x.dtype, self.gather_dtype))
+        sent = x.astype(sent_dtype(x.dtype, self.gather_dtype))
         for axis, names in enumerate(spec):
             if names:
                 sent = jax.lax.all_gather(sent, names, axis=axis, tiled=True)
@@ -39,7 +39,7 @@ class Wire:
         rest = [name for name in axes if jax.lax.axis_size(name) > 1]
         if not rest:  # nothing is sent, nor rounded for that
             return wide(g)
-        g = g.astype(wire_dtype(dtype, self.reduce_dtype))
+        g = g.astype(sent_dtype(dtype, self.reduce_dtype))
         if platform_of(self.mesh) == "cpu":
             g = wide(g)  # as XLA:CPU would; it crashes if the mesh has other axes
         for axis, names in enumerate(only(spec, rest)):
@@ -64,7 +64,7 @@ class Scans:
     parameter comes with each number, and gives its spec to the second trace.
     """
 
-    wire: Wire
+    comm: Communicator
     specs: Mapping[str, PartitionSpec]  # of layers, by number; {} at first
     calls: int = 0
 
