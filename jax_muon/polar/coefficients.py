@@ -47,7 +47,11 @@ def _as_tuples(table: Any) -> Table:
 
 
 def polar_express_coefficients(
-    steps: int, *, lower: float = 1e-3, cushion: float = 0.02, safety: float = 0.02
+    steps: int,
+    *,
+    lower_bound: float = 1e-3,
+    cushion: float = 0.02,
+    safety: float = 0.02,
 ) -> Table:
     """Optimal quintics for the polar factor, one for each step.
 
@@ -56,7 +60,7 @@ def polar_express_coefficients(
 
     Args:
       steps: number of quintics.
-      lower: smallest singular value that is to reach 1, relative to the largest.
+      lower_bound: smallest singular value that is to reach 1, relative to the largest.
       cushion: the interval of each step begins at no less than `cushion * u`, so that
         small singular values do not pay for the very smallest.
       safety: every polynomial but the last is evaluated at x / (1 + safety), so that
@@ -71,11 +75,11 @@ def polar_express_coefficients(
       and section 4.4.
     """
     checks.check_count("steps", steps)
-    lower = checks.as_number("lower", lower, "in (0, 1]")
+    lower_bound = checks.as_number("lower_bound", lower_bound, "in (0, 1]")
     cushion = checks.as_number("cushion", cushion, "in [0, 1]")
     safety = checks.as_number("safety", safety, "in [0, 1]")
     table = []
-    low, high = lower, 1.0
+    low, high = lower_bound, 1.0
     for step in range(steps):
         abc = _best_quintic(max(low, cushion * high), high)
         if low < cushion * high:

@@ -142,7 +142,7 @@ class PolarExpress(NewtonSchulz):
 
     Args:
       steps: number of quintics.
-      lower: smallest relative singular value that is brought to 1.
+      lower_bound: smallest relative singular value that is brought to 1.
       norm_factor: see `NewtonSchulz`, also for all other settings. For another cushion
         or safety, see `jax_muon.polar.coefficients`.
       eps: see `norm_factor`.
@@ -156,13 +156,13 @@ class PolarExpress(NewtonSchulz):
 
     steps: int = 5
     _: dataclasses.KW_ONLY
-    lower: float = 1e-3
+    lower_bound: float = 1e-3
     coefficients: Any = dataclasses.field(init=False, repr=False)
     norm_factor: float = 1.02
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        table = polar_express_coefficients(self.steps, lower=self.lower)
+        table = polar_express_coefficients(self.steps, lower_bound=self.lower_bound)
         object.__setattr__(self, "coefficients", table)
         super().__post_init__()
 

@@ -56,7 +56,7 @@ def test_the_papers_table_has_a_margin_in_all_steps_but_the_last():
 @pytest.mark.parametrize("lower", [1e-6, 1e-3, 0.3, 0.9])
 def test_first_quintic_is_optimal(lower):
     """Equioscillation: |p - 1| has the same maximum at four points, of turning sign."""
-    table = polar_express_coefficients(1, lower=lower, cushion=0, safety=0)
+    table = polar_express_coefficients(1, lower_bound=lower, cushion=0, safety=0)
     error = evaluate(table, np.linspace(lower, 1, 200_001)) - 1
     turning = error[np.abs(error) > np.abs(error).max() * (1 - 1e-6)]
     signs = np.sign(turning)
@@ -68,7 +68,9 @@ def test_first_quintic_is_optimal(lower):
 @pytest.mark.parametrize("cushion", [0.0, 0.02, 1.0])
 @pytest.mark.parametrize("lower", [1e-12, 1e-3, 1 - 1e-7, 1.0])
 def test_long_schedules_converge_where_the_interval_says(lower, cushion, safety):
-    table = polar_express_coefficients(60, lower=lower, cushion=cushion, safety=safety)
+    table = polar_express_coefficients(
+        60, lower_bound=lower, cushion=cushion, safety=safety
+    )
     x = evaluate(table, np.geomspace(lower, 1, 1000))
     # With safety, the last step undoes a margin of 2 percent by one quintic.
     np.testing.assert_allclose(x, 1, atol=1e-4 if safety else 1e-12)

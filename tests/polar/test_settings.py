@@ -36,17 +36,17 @@ def test_equal_settings_are_equal():
 def test_polar_express_is_a_newton_schulz_with_its_own_name():
     """And hands all settings on."""
     margins = {"norm_factor": 1.02, "eps": 1e-6}
-    table = polar_express_coefficients(6, lower=2e-3)
+    table = polar_express_coefficients(6, lower_bound=2e-3)
     for more in ({"dtype": "float32", "form": "gram"}, {"kernels": True}):
         settings = {"norm": "schatten4"} | more
-        express = jm.PolarExpress(6, lower=2e-3, **settings)
+        express = jm.PolarExpress(6, lower_bound=2e-3, **settings)
         plain = jm.NewtonSchulz(coefficients=table, **margins, **settings)
         assert isinstance(express, jm.NewtonSchulz)
-        found, same = vars(express), jm.PolarExpress(6, lower=2e-3, **settings)
-        assert found == vars(plain) | {"lower": 2e-3} and express == same
+        found, same = vars(express), jm.PolarExpress(6, lower_bound=2e-3, **settings)
+        assert found == vars(plain) | {"lower_bound": 2e-3} and express == same
         assert repr(express).startswith("PolarExpress(steps=6, norm_factor=1.02")
         fewer = dataclasses.replace(express, steps=3)
-        assert fewer == jm.PolarExpress(3, lower=2e-3, **settings)
+        assert fewer == jm.PolarExpress(3, lower_bound=2e-3, **settings)
 
 
 def traced_steps():
@@ -85,7 +85,9 @@ WRONG |= {
     "static_args=('steps',)": traced_steps,
     "shape (4,); expected an array": lambda: jm.PolarExpress()(jnp.zeros(4)),
     "dtype int32; expected real": lambda: jm.ExactPolar()(jnp.zeros((4, 4), int)),
-    "lower=0; expected a finite number in (0, 1]": lambda: jm.PolarExpress(lower=0),
+    "lower_bound=0; expected a finite number in (0, 1]": lambda: jm.PolarExpress(
+        lower_bound=0
+    ),
 }
 
 
