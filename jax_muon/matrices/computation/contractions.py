@@ -133,11 +133,13 @@ def _multiplied(trace: Trace, product: Product) -> Value:
     eqn, contract = product.eqn, product.contract
     for at, value in enumerate(product.values):
         other = product.values[1 - at]
-        # Backwards, what was summed is repeated.
+        # Backwards, what was summed is repeated: g (40,) of y.sum(0), y (16, 40), is
+        # multiplied by ones (16,), and no axis is contracted.
         if value.picked and not (other.leaves or other.data or any(contract)):
             return value.moved(functools.partial(product.placed, at))
     i = product.weight()
     if i is None:
+        # a (24, 6) @ b (6, 40), LoRA: two leaves. q (2, 16, 24) . k (2, 16, 24): none.
         if all(x.leaves and not x.data for x in product.values):
             return _of_leaves(trace, product)
         return _of_activations(trace, product)
@@ -145,6 +147,8 @@ def _multiplied(trace: Trace, product: Product) -> Value:
     of_weight, of_other = product.contract[i], product.contract[1 - i]
     is_transposed = trace.is_transposed(eqn)
     if not is_transposed and not other.leaves and (other.one_hot or not other.data):
+        # One-hot rows (16, 96) @ w (96, 24) are a lookup. A constant q (24, 24) @ w
+        # (24, 40) moves w: axis 0 is q's now, and marked unless q only permutes.
         change = product.placed if other.one_hot else product.turned
         result = weight.moved(functools.partial(change, i))
         if not other.one_hot and not _is_permutation(other, product.shapes[1 - i]):
@@ -152,6 +156,8 @@ def _multiplied(trace: Trace, product: Product) -> Value:
         return pick(trace, eqn, result, other)
     other = trace.given(other, eqn)
     inside, outside = (OUT, IN) if is_transposed else (IN, OUT)
+    # x (2, 16, 24) @ w (24, 40): axis 0 of w is in, axis 1 out. Experts w (5, 24, 40)
+    # have a batch, axis 0. Backwards, g (2, 16, 40) @ w.T contracts the outputs.
     side = dict.fromkeys(of_weight, inside) | dict.fromkeys(product.batch[i], BATCH)
     sides = [side.get(a, outside) for a in range(len(product.shapes[i]))]
     kind = "convolved" if "padding" in eqn.params else "contracted"
@@ -160,6 +166,8 @@ def _multiplied(trace: Trace, product: Product) -> Value:
         if other.are_gates:
             trace.note("by gates", use)
         loops = weight.rows.items() if not is_transposed else ()
+        # lax.map(lambda row: x @ row, w.T): x does not turn with the rows, so they are
+        # outputs. With x[i] @ w[i] it does, and they are a batch.
         own = {a for (x, a), n in loops if x == use.path and n not in other.turns}
         trace.note("in turns", use, own & {*trace.cut_off(weight, use.path)})
     for before, parts in other.outputs.items():
@@ -173,6 +181,7 @@ def _multiplied(trace: Trace, product: Product) -> Value:
                     "contracts", before, axes, other=use, others=frozenset(others)
                 )
         trace.note("batched", before, axes_in(parts, product.batch[1 - i]))
+    # exp(q k^T - max) @ v: scores (2, 4, 16, 16) meet values (2, 16, 4, 6) along keys.
     for scores, parts in other.results.items() if not is_transposed else ():
         keys = axes_in(parts, of_other)
         if isinstance(scores, Scores) and other.is_exponential and len(keys) == 1:

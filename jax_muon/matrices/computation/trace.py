@@ -119,6 +119,7 @@ class Trace:
         result = RULES.get(name, elementwise)(self, eqn, values)
         results = result if isinstance(result, list) else [result] * len(eqn.outvars)
         results = [*map(self._without_taken, results)]
+        # Constants of constants, such as eye(24)[order], are known by their numbers.
         are_known = all(x.numbers for x in values) and not any(x.data for x in results)
         results = [
             replace(x, numbers=_numbers(eqn, values, i) if are_known else None)
@@ -189,6 +190,7 @@ class Trace:
                 for axis in axes_in((of_axis,))
                 if axis not in constant or places.count(axis) == 1
             }
+            # Of w[3], w (8, 24, 40), a use sees one element of axis 0: that is a batch.
             cut = dict.fromkeys(self.cut_off(value, leaf), frozenset({BATCH}))
             known = {a: x - {SUMMED} for a, x in merged(known, of_axes).items()}
             known = {a: x - {CONSTANT} or x for a, x in known.items() if x}
