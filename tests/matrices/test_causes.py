@@ -299,3 +299,34 @@ def test_a_branch_on_the_number_of_samples_is_an_error():
     assert jm.find_matrices(square, loss, floats(2, 6))["out"].role == "head"
     with pytest.raises(ValueError, match=r"one sample \(\w+\) and three \(\w+\) are"):
         jm.find_matrices(square, loss, floats(1, 6))
+
+
+def test_many_blocks_in_a_scan_in_a_scan():
+    """A residual stream of ten products loses what others take: none becomes a head."""
+    blocks, wide = [f"block_{i}" for i in range(9)], {"up": (6, 8), "down": (8, 6)}
+
+    def mlp(x, p):
+        x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        return jax.nn.relu(x @ p["up"]) @ p["down"]
+
+    def local(x, p):
+        for name in blocks:
+            x = x + mlp(x, p[name])
+        return x, None
+
+    def layer(x, p):
+        x, _ = lax.scan(local, x, p["local"])
+        return x + mlp(x, p["global"]), None
+
+    def loss(p, ids):
+        x, _ = lax.scan(layer, p["emb"][ids], p["layers"])
+        return jnp.sum(jax.nn.softmax(2.0 * x @ p["out"])[:, 0])
+
+    def floats_of(*lead):
+        return {name: floats(*lead, *shape) for name, shape in wide.items()}
+
+    layers = {"local": dict.fromkeys(blocks, floats_of(4, 2)), "global": floats_of(4)}
+    params = {"emb": floats(9, 6), "layers": layers, "out": floats(6, 3)}
+    matrices = jm.find_matrices(params, loss, IDS)
+    others = {path for path, x in matrices.items() if x.label != "muon"}
+    assert others == {"emb", "out"}

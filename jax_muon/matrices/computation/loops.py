@@ -96,20 +96,23 @@ def _repeat(
         return replace(x, turns=x.turns - {loop}, rows=rows)
 
     rows = turning(rows)
+    seen = trace.seen()
     for _ in range(len(carry) + 2):  # a fact may take a turn for each part of it
-        seen = trace.seen()
+        trace.forget(seen)  # of the first turns, which may see zeros instead of data
         results = trace.call(eqn, body, [*constants, *turning(carry), *rows])
         results = [*map(outside, results)]
         before, pairs = carry, zip(carry, results, strict=False)
         carry = [_meet(trace, eqn, *pair) for pair in pairs]
-        if list(map(_facts, before)) == list(map(_facts, carry)):
+        facts = functools.partial(_facts, trace)
+        if list(map(facts, before)) == list(map(facts, carry)):
             break
-        trace.forget(seen)  # of the first turns, which may see zeros instead of data
     return carry, results[len(carry) :]
 
 
-def _facts(x: Value) -> tuple[object, ...]:
-    return x.data, {*x.leaves}, x.picked, x.sources, {*x.results}, x.one_hot
+def _facts(trace: Trace, x: Value) -> tuple[object, ...]:
+    """What a turn may add; of a residual stream, only uses that nothing takes yet."""
+    uses = x.sources - trace.taken, {*x.results} - trace.taken
+    return x.data, {*x.leaves}, x.picked, uses, x.one_hot
 
 
 def _meet(trace: Trace, eqn: JaxprEqn, a: Value, b: Value) -> Value:

@@ -66,6 +66,7 @@ class Trace:
       edges: what lies between uses, in this order.
       scanned: the axes of each leaf that a scan takes one element at a time.
       scans: by leaf, "scan_layers" or "lax.scan", whichever takes it.
+      taken: uses whose results another product takes.
       met: the axes of other leaves that an axis of a leaf was contracted with.
       inputs: leaves that are used like data, such as learned queries: where.
     """
@@ -81,7 +82,7 @@ class Trace:
         self.met: dict[Axis, set[Axis]] = collections.defaultdict(set)
         self.scanned: dict[str, set[int]] = collections.defaultdict(set)
         self.scans: dict[str, str] = {}
-        self._taken: set[Use] = set()
+        self.taken: set[Use] = set()
         self._numbers: dict[Any, tuple[int, str]] = {}
         self._calls: tuple[JaxprEqn, ...] = ()  # the operations around this one
 
@@ -140,9 +141,9 @@ class Trace:
         if len(results) <= 8 and len(sources) <= 8:
             return value
         if len(results) > 8:
-            results = {x: of for x, of in results.items() if x not in self._taken}
+            results = {x: of for x, of in results.items() if x not in self.taken}
         if len(sources) > 8:
-            sources -= self._taken
+            sources -= self.taken
         return replace(value, results=results, sources=sources)
 
     def _settled(self, value: Value) -> Value:
@@ -223,7 +224,7 @@ class Trace:
         if of or axes is None:
             self.edges[Edge(kind, use, of, **more)] = None
         if kind == "takes":
-            self._taken.add(use)
+            self.taken.add(use)
 
     def feed(self, value: Value) -> None:
         """Note that a frozen kernel takes a value, as a parameter would."""
@@ -236,8 +237,14 @@ class Trace:
         return {leaf: {**uses} for leaf, uses in self.uses.items()}, {**self.edges}
 
     def forget(self, seen: tuple[dict[str, dict[int, Use]], dict[Edge, None]]) -> None:
-        """Keep these alone, until others are found again."""
-        self.uses, self.edges = seen
+        """Keep these alone, until others are found again.
+
+        And what products take: values of which many lie together lose what is taken, so
+        that a later turn of a loop may not see it any more.
+        """
+        takes = {edge: None for edge in self.edges if edge.kind == "takes"}
+        self.uses = {leaf: {**uses} for leaf, uses in seen[0].items()}
+        self.edges = seen[1] | takes
 
     def cut_off(self, value: Value, leaf: str) -> list[int]:
         """The axes of a leaf of which a value has one element, or one at a time."""
