@@ -271,7 +271,13 @@ def typed_state(tx: optax.GradientTransformation, params: Any, placed: Placed) -
         return jax.eval_shape(tx.init, typed(params, placed, placed.param_specs))
 
 
-def _check_types(mesh: Mesh) -> None:
+def _check_types(mesh: Mesh | AbstractMesh) -> None:
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            "where has shardings of types, whose mesh names no devices; expected those "
+            "of arrays, jax.tree.map(lambda p: p.sharding, params), or a "
+            "jax.sharding.Mesh"
+        )
     if len(set(mesh.axis_types)) > 1:
         raise ValueError(
             f"a mesh whose axes {mesh.axis_names} have the types {mesh.axis_types}; "

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
@@ -50,6 +51,7 @@ def scan(specs=P(), layers=np.ones((4, 8)), x=np.ones((8, 8)), output=None):  # 
 
 ALONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 TWO = {"v": case.at(mesh_of(8), P()), "w": case.at(mesh_of(4), P())}
+OF_TYPES = NamedSharding(mesh_of(8).abstract_mesh, P())
 AUX, WEIGHTED = {"has_aux": True, "max_aux": "largest"}, {"weighted": True}
 REFUSED = [
     # --- specs ---
@@ -62,6 +64,7 @@ REFUSED = [
         "where for 'w'=Single.*; expected .*device_put(",
     ),
     (on_mesh, {"where": {"w": None}}, "where=None; expected a mesh, or a jax.shard"),
+    (on_mesh, {"where": OF_TYPES}, "mesh names no devices; expected those of arrays"),
     (on_mesh, {"where": TWO}, "meshes of where=.*'v' on Mesh(.*'w' on Mesh("),
     (on_mesh, {"specs": {"up": P()}}, "has nothing for parameter 'w'; there are up"),
     (on_mesh, {"divide": ("data", "data")}, "axes of the mesh, .* each once"),
