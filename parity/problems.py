@@ -259,7 +259,7 @@ def _teon(*, matrices: Any, **settings: Any) -> optax.GradientTransformation:
 _january = functools.partial(jm.nanochat, version="2026-01")
 _july = functools.partial(jm.nanochat, version="2026-07")
 _rms = functools.partial(jm.muon, adjust_lr_fn="match_rms_adamw")
-_RMS = {**JORDAN, "scale": "match_rms_adamw"}
+_RMS = {**JORDAN, "scale": "rms_0.2"}
 # The paper divides by sqrt(V) + eps, ours by sqrt(max(V, 1e-16)). As eps goes to zero
 # these agree wherever V > 1e-16, and where X and V are zero.
 _NO_EPS = {"eps": 1e-30}
