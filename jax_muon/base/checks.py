@@ -116,8 +116,7 @@ def as_transform(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
 def check_no_factory(name: str, value: Any) -> None:
     """Refuse `optax.sgd` instead of `optax.sgd(1e-3)` where functions are possible."""
     own, module = (getattr(value, x, "") for x in ("__qualname__", "__module__"))
-    of_ours = str(module).startswith(("optax.", "jax_muon."))
-    if of_ours and "<locals>" not in own:
+    if str(module).startswith("optax.") and "<locals>" not in own:
         refuse(name, value, f"an optax transform, such as {own}(1e-3)")
 
 

@@ -88,7 +88,6 @@ WRONG = {
     "ns_steps=2.5; expected a Python integer": lambda: muon(ns_steps=2.5),
     "ns_steps=True; expected a Python integer": lambda: muon(ns_steps=True),
     "such as sgd(1e-3)": lambda: nanochat(groups={"x": optax.sgd}),
-    "such as adamw(1e-3)": lambda: nanochat(groups={"x": jm.adamw}),
     "['w']=-1.0; expected a finite number": lambda: jm.scale_by_path({"w": -1.0}),
     "gather_dtype='int8'; expected a dtype of": lambda: on_mesh(gather_dtype="int8"),
     "='float16'; expected one of 'float64'": lambda: muon(mu_dtype="float16"),
