@@ -1,7 +1,7 @@
 """Facts that transforms record while they are traced, for tools and layouts.
 
-A transform adds to `facts.note()`. Outside of `recording`, as in a training run, nobody
-reads what it adds.
+A transform adds to `facts.note()`. Outside of `recording`, as in a training run, its
+facts are dropped.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import jax
 
 @dataclass
 class Facts:
-    """What the transforms of one optimizer do; by the path of a parameter, mostly."""
+    """The transforms of one optimizer, mostly by the path of a parameter."""
 
     # The `Parameter` of each leaf that was read; and the same, but with its parts for
     # one that is split.
@@ -40,7 +40,7 @@ _recorded: contextvars.ContextVar[Facts | None] = contextvars.ContextVar(
 
 
 def note() -> Facts:
-    """Where a transform adds what it does; a second trace replaces what was there."""
+    """The record that a transform adds to; a second trace replaces earlier facts."""
     return _recorded.get() or Facts()
 
 
