@@ -1,18 +1,20 @@
 """Read a whole tree of parameters: which are matrices, along which axes, and why.
 
-What the user's rules say counts first (`rules`), then how a function uses the
-parameters (`computation/`). What neither decides is one error. Splits and joins are
-resolved last.
+The user's rules (`rules`) count before the function's uses (`computation/`). What
+neither decides becomes one error. Splits and joins are resolved last.
 """
 
 import dataclasses
+import functools
 import sys
 import warnings
-from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Collection
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from jax_muon.base import checks, trees
 from jax_muon.matrices.heads import heads_apart
@@ -31,13 +33,13 @@ from jax_muon.matrices.splits import Splits
 
 # How parameters are read: a `Matrices`; rules, as for `find_matrices`, or a tree of
 # labels or dimension numbers; or a function of the tree that returns one of these.
-Reader: TypeAlias = Any
+Reader: TypeAlias = Matrices | Rules | Callable[[PyTree], Matrices | Rules]
 
 
 def find_matrices(
-    params: Any,
-    function: Callable[..., Any] | None = None,
-    *args: Any,
+    params: PyTree,
+    function: Callable[..., PyTree] | None = None,
+    *args: PyTree,
     rules: Rules = None,
     splits: Splits | None = None,
     joins: Joins | None = None,
@@ -114,23 +116,12 @@ def find_matrices(
     if params is None or (scalar and jnp.issubdtype(params.dtype, jnp.integer)):
         expected = "the parameters, or their shapes"
         checks.refuse("params", params, expected + checks.injected(params, "matrices"))
-    tree = trained(params)
-    shapes = _shapes(checks.as_arrays("params", tree))
+    shapes = _shapes(checks.as_arrays("params", trained(params)))
     if function is None:
         readings = [_unread(path, x) for path, x in shapes.items()]
     else:
-        from jax_muon.matrices.computation.read import read_uses
-
-        if not callable(function):
-            expected = (
-                "a function, as in jax_muon.find_matrices(params, loss_fn, batch)"
-            )
-            checks.refuse("function", function, expected)
-        whole = params if tree is not params else checks.as_arrays("params", params)
-        function, whole = _of_variables(function, whole)
-        function, arrays = _of_arrays(function, args)
-        readings = read_uses(function, whole, *arrays, splits=splits or ())
-        readings = [x for x in readings if x.path in shapes]
+        uses = _by_function(params, function, args, splits or {})
+        readings = [x for x in uses if x.path in shapes]
     ruled = apply_rules(rules, readings)
     if unused := [x.path for x in ruled.values() if _is_unused_matrix(x)]:
         warnings.warn(
@@ -151,41 +142,44 @@ def find_matrices(
     if heads == "apart":
         if joins is not None:
             checks.refuse("joins", joins, "None with heads='apart'")
-        ruled, of_heads = heads_apart(ruled, splits)
-        splits |= of_heads
+        ruled, head_splits = heads_apart(ruled, splits)
+        splits |= head_splits
     return with_joins(Matrices(ruled, splits), joins)
 
 
-def reader(matrices: Reader) -> Callable[[Any], Matrices]:
-    """The function that reads a tree; `matrices` as in `partition`."""
+def reader(matrices: Reader) -> Callable[[PyTree], Matrices]:
+    """The function that reads a tree; `matrices` as in `partition`.
+
+    `reader({"wte": "adamw", "*": "muon"})(params)` is
+    `find_matrices(params, rules={"wte": "adamw", "*": "muon"})`.
+    """
     expected = (
         "jax_muon.find_matrices(params, loss_fn, batch); rules, such as "
         "{'embed': 'adamw', '*': 'muon'}, or a tree of labels; or a function of params "
         "alone that returns one of these" + checks.injected(matrices, "matrices")
     )
-    by_function = trees.is_function(matrices)
-    if not by_function:
+    if not trees.is_function(matrices):
         _check_reading("matrices", matrices, expected)
 
-    def read_tree(tree: Any) -> Matrices:
-        found = matrices
-        if by_function:
-            found = read_by(matrices, tree)
-            _check_reading("matrices(params)", found, expected)
-        if isinstance(found, Matrices):
-            return found
-        return find_matrices(tree, rules=found)
+    def read_tree(tree: PyTree) -> Matrices:
+        reading = matrices
+        if trees.is_function(matrices):
+            reading = read_by(matrices, tree)
+            _check_reading("matrices(params)", reading, expected)
+        if isinstance(reading, Matrices):
+            return reading
+        return find_matrices(tree, rules=reading)
 
     return read_tree
 
 
-def _check_reading(name: str, found: Any, expected: str) -> None:
-    """It must be a `Matrices`, or rules in a container."""
-    if found is None or jax.tree_util.all_leaves([found]):
-        checks.check_kind(name, found, Matrices, expected)
+def _check_reading(name: str, value: Reader, expected: str) -> None:
+    """The value must be a `Matrices`, or rules in a container."""
+    if value is None or jax.tree_util.all_leaves([value]):
+        checks.check_kind(name, value, Matrices, expected)
 
 
-def trained(model: Any) -> Any:
+def trained(model: PyTree) -> PyTree:
     """The parameters of a model: `nnx.Param`s of an NNX module, floats of Equinox's."""
     # A framework that is not imported made no module.
     nnx, equinox = (sys.modules.get(name) for name in ("flax.nnx", "equinox"))
@@ -196,42 +190,50 @@ def trained(model: Any) -> Any:
     return model
 
 
-def _of_variables(
-    function: Callable[..., Any], model: Any
-) -> tuple[Callable[..., Any], Any]:
-    """The same of an NNX module's state, in which each variable has one leaf.
+def _by_function(
+    params: PyTree,
+    function: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    splits: Collection[str],
+) -> list[Parameter]:
+    """How a function uses each array of a model, also those that are not trained.
 
-    In a module, a variable has a leaf for each of its names: self.b = self.a.
+    Functions among `args`, such as the apply of `loss(params, apply, batch)`, are no
+    inputs of what is traced: that takes (params, batch).
     """
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None or not isinstance(model, nnx.Module):
-        return function, model
-    graph, state = nnx.split(model)
-    return lambda state, *args: function(nnx.merge(graph, state), *args), state
+    from jax_muon.matrices.computation.read import read_uses
 
-
-def _of_arrays(
-    function: Callable[..., Any], args: tuple[Any, ...]
-) -> tuple[Callable[..., Any], list[Any]]:
-    """The same of the leaves of its arguments that are no functions."""
-    leaves, tree = jax.tree.flatten(args)
+    if not callable(function):
+        expected = "a function, as in jax_muon.find_matrices(params, loss_fn, batch)"
+        checks.refuse("function", function, expected)
+    merge, nnx = None, sys.modules.get("flax.nnx")
+    if nnx and isinstance(params, nnx.Module):
+        # After self.b = self.a, a module has two leaves for one variable; a state one.
+        graph, params = nnx.split(params)
+        merge = functools.partial(nnx.merge, graph)
+    elif trained(params) is params:  # an Equinox module also has leaves of other types
+        params = checks.as_arrays("params", params)
+    leaves, treedef = jax.tree.flatten(args)
     arrays = [x for x in leaves if not callable(x)]
 
-    def of_arrays(params: Any, *arrays: Any) -> Any:
-        of_order = iter(arrays)
-        all_leaves = [x if callable(x) else next(of_order) for x in leaves]
-        return function(params, *jax.tree.unflatten(tree, all_leaves))
+    @functools.wraps(function)  # errors name it
+    def on_arrays(params: PyTree, *arrays: ArrayLike) -> PyTree:
+        rest = iter(arrays)
+        filled = [x if callable(x) else next(rest) for x in leaves]
+        model = merge(params) if merge else params
+        return function(model, *jax.tree.unflatten(treedef, filled))
 
-    return of_arrays, arrays
+    return read_uses(on_arrays, params, *arrays, splits=splits)
 
 
 def _is_unused_matrix(x: Parameter) -> bool:
+    """True for (64, 32) that the result does not depend on; False for (1, 32)."""
     could_be = not not_a_matrix(x.shape, x.dtype) and sum(n > 1 for n in x.shape) > 1
     return could_be and x.role == "unused" and x.reason != BY_RULES
 
 
-def _is_inexact(x: Any) -> bool:
-    return hasattr(x, "shape") and jnp.issubdtype(x.dtype, jnp.inexact)
+def _is_inexact(x: object) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _unread(path: str, leaf: jax.ShapeDtypeStruct) -> Parameter:
@@ -244,7 +246,7 @@ def _unread(path: str, leaf: jax.ShapeDtypeStruct) -> Parameter:
     return Parameter(path, leaf.shape, leaf.dtype, label, role, reason, None, doubt)
 
 
-def _shapes(params: Any) -> dict[str, jax.ShapeDtypeStruct]:
+def _shapes(params: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every parameter by path; a ValueError if two have one path."""
     flat = trees.leaves_with_paths(params)
     leaves = dict(flat)

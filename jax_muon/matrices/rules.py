@@ -1,100 +1,121 @@
-"""Rules of the user: labels and dimension numbers of parameters."""
+"""The user's rules: labels and dimension numbers, by path patterns or in a tree."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
+from jaxtyping import PyTree
 from optax.contrib import MuonDimensionNumbers
 
 from jax_muon.base import trees
 from jax_muon.matrices.matrices import ADAMW, MUON, Parameter, leaf_axes, not_a_matrix
 
-# Path pattern to a label or dimension numbers; or a tree of these (a prefix will do).
-# None means AdamW, as in optax.
-Rules = Any
+# One rule: a label, or which axes are in and out. None means "adamw", as in optax.
+Rule: TypeAlias = str | MuonDimensionNumbers | None
+# Rules by path pattern; or a tree of them like the parameters, or a prefix of one.
+Rules: TypeAlias = Mapping[str, Rule] | PyTree[Rule]
 
 BY_RULES = "by your rules"  # the reason for a label
+_OPEN = "nothing shows which of its axes are batch, in and out"
 
 
 def apply_rules(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]:
-    """The parameters by path, as the user says, or else as they were read."""
+    """The parameters by path, as the user's rules change them.
+
+    The first label and the first dimension numbers that match a parameter count, so
+    {"blocks/0": "slow", "blocks": MuonDimensionNumbers(1, 0)} makes blocks/0/up a
+    matrix (out, in) with the label "slow".
+    """
     by_path = {parameter.path: parameter for parameter in parameters}
-    flat = isinstance(rules, Mapping) and all(map(_is_value, rules.values()))
-    is_tree = not (rules is None or (flat and all(isinstance(x, str) for x in rules)))
-    leaves = trees.leaves_with_paths(rules, is_leaf=_is_value) if is_tree else rules
-    values: dict[str, Any] = dict(leaves or {})
-    for where, value in values.items():
-        if isinstance(value, str) and " or " in value:
-            raise ValueError(f"rules at {where!r}: {value!r}; expected one of the two")
-        if not _is_value(value):
-            raise ValueError(
-                f"rules at {where!r}: {value!r}; expected a label, None for {ADAMW!r}, "
-                "or optax.contrib.MuonDimensionNumbers"
-            )
-    patterns = [pattern for pattern in values if pattern not in by_path]
-    order = {pattern: number for number, pattern in enumerate(values)}
+    values, is_tree = _by_place(rules)
     ruled: dict[str, Parameter] = {}
-    covered: dict[str, list[str]] = {pattern: [] for pattern in values}
-    # The rules that decide for parameters of each, which may be others before it.
-    first: dict[str, set[str]] = {pattern: set() for pattern in values}
+    matched: dict[str, list[str]] = {where: [] for where in values}
+    # Which rules decide for the parameters that one matches: it, or others before it.
+    deciding: dict[str, set[str]] = {where: set() for where in values}
     for path, parameter in by_path.items():
         if is_tree:
             prefix = trees.nearest_prefix(values, path)
             matching = [] if prefix is None else [prefix]
         else:
-            matching = [path] * (path in values)  # which means this parameter alone
-            matching += [x for x in patterns if trees.matches(x, path)]
-            matching.sort(key=order.__getitem__)
-        for pattern in matching:
-            covered[pattern].append(path)
-        of_path = _applying(parameter, {x: values[x] for x in matching})
-        ruled[path] = _ruled(parameter, of_path)
-        for kind in _labels_and_numbers(of_path):
-            for pattern in kind:
-                first[pattern].add(kind[0])
+            matching = [x for x in values if _is_at(x, path, by_path)]
+        for where in matching:
+            matched[where].append(path)
+        applying = _applying(parameter, {x: values[x] for x in matching})
+        ruled[path] = _ruled(parameter, applying)
+        for kind in _labels_and_numbers(applying):
+            for where in kind:
+                deciding[where].add(kind[0])
     for where, value in values.items():
-        named = covered[where]
-        if by_path and not named and not (is_tree and value is None):
+        paths = ", ".join(matched[where])
+        if by_path and not paths and not (is_tree and value is None):
             raise ValueError(
-                f"rules: {where!r} matches no parameter; there are {', '.join(by_path)}"
+                f"rules: {where!r} matches no parameter; expected a path or a pattern "
+                f"of these: {', '.join(by_path)}"
             )
-        others = sorted(
-            x for x in first[where] if (values[x] or ADAMW) != (value or ADAMW)
-        )
-        if others and where not in first[where]:
+        # {"*": "muon", "head": "adamw"}: head gets its label from "*".
+        others = [
+            x for x in deciding[where] if (values[x] or ADAMW) != (value or ADAMW)
+        ]
+        if others and where not in deciding[where]:
             raise ValueError(
                 f"rules at {where!r}: {value} never applies, since the rule at "
-                f"{others[0]!r} comes first and matches {', '.join(named)} as well; "
-                "expected the rule of fewer parameters first"
+                f"{min(others)!r} comes first and matches {paths} as well; expected "
+                "the narrower rule first"
             )
-        is_matrix = named and _means_matrices(value)
-        if is_matrix and all(ruled[x].label == ADAMW for x in named):
+        is_matrix = paths and _means_matrices(value)
+        if is_matrix and all(ruled[x].label == ADAMW for x in matched[where]):
             raise ValueError(
                 f"rules at {where!r}: {value} for parameters that all have the "
-                f"label {ADAMW!r}: {', '.join(named)}; expected the whole path of a "
-                "parameter, or a pattern of matrices, before rules with other labels"
+                f"label {ADAMW!r}: {paths}; expected the whole path of a parameter, or "
+                "a pattern of matrices, before rules with other labels"
             )
     return ruled
 
 
-def _is_value(x: Any) -> bool:
+def _by_place(rules: Rules) -> tuple[dict[str, Rule], bool]:
+    """Each rule by its pattern, or by its path in a tree; and True for a tree."""
+    flat = isinstance(rules, Mapping) and all(map(_is_rule, rules.values()))
+    is_tree = not (rules is None or (flat and all(isinstance(x, str) for x in rules)))
+    leaves = trees.leaves_with_paths(rules, is_leaf=_is_rule) if is_tree else rules
+    values: dict[str, Rule] = dict(leaves or {})
+    for where, value in values.items():
+        if isinstance(value, str) and " or " in value:
+            raise ValueError(f"rules at {where!r}: {value!r}; expected one of the two")
+        if not _is_rule(value):
+            raise ValueError(
+                f"rules at {where!r}: {value!r}; expected a label, None for {ADAMW!r}, "
+                "or optax.contrib.MuonDimensionNumbers"
+            )
+    return values, is_tree
+
+
+def _is_rule(x: object) -> bool:
     return x is None or isinstance(x, str | MuonDimensionNumbers)
 
 
-def _means_matrices(x: Any) -> bool:
+def _is_at(pattern: str, path: str, paths: Container[str]) -> bool:
+    """True if a pattern matches; the whole path of a parameter means that one alone."""
+    return pattern == path or (pattern not in paths and trees.matches(pattern, path))
+
+
+def _means_matrices(x: Rule) -> bool:
     return x == MUON or isinstance(x, MuonDimensionNumbers)
 
 
 def _names(pattern: str, path: str) -> bool:
-    """True if a pattern means the parameter itself, and not what is in a module."""
+    """True if a pattern means the parameter itself, and not what is in a module.
+
+    For blocks/0/up/kernel: True for "kernel" and "up/k*", False for "up" and "up/*".
+    """
     last = trees.slashed(f"/{pattern}").rpartition("/")[2]
     return last != "*" and trees.ends_with(pattern, path)
 
 
-def _applying(parameter: Parameter, rules: dict[str, Any]) -> dict[str, Any]:
+def _applying(parameter: Parameter, rules: dict[str, Rule]) -> dict[str, Rule]:
     """The rules without those that pass over a vector.
 
-    "muon" and dimension numbers do, unless its whole path is given.
+    "muon" and dimension numbers do, unless its whole path is given: {"*": "muon"} and
+    {"norm": "muon"} skip norm/scale, {"norm/scale": "muon"} does not.
     """
     path, problem = parameter.path, not_a_matrix(parameter.shape, parameter.dtype)
     if parameter.axes is None and (problem or parameter.role == "vector"):
@@ -103,39 +124,42 @@ def _applying(parameter: Parameter, rules: dict[str, Any]) -> dict[str, Any]:
     return rules
 
 
-def _labels_and_numbers(rules: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The patterns of both kinds of rules, of each of which the first one counts."""
+def _labels_and_numbers(rules: Mapping[str, Rule]) -> tuple[list[str], list[str]]:
+    """Where the labels are among the rules, and where the dimension numbers."""
     numbers = [x for x in rules if isinstance(rules[x], MuonDimensionNumbers)]
     return [x for x in rules if x not in numbers], numbers
 
 
-def _ruled(parameter: Parameter, rules: Mapping[str, Any]) -> Parameter:
-    """A parameter by the first label and the first dimension numbers for it."""
+def _ruled(parameter: Parameter, rules: Mapping[str, Rule]) -> Parameter:
+    """A parameter with the first label and the first dimension numbers of the rules."""
     path, shape, dtype = parameter.path, parameter.shape, parameter.dtype
     problem = not_a_matrix(shape, dtype)
     labels, numbers = _labels_and_numbers(rules)
     spec = rules[numbers[0]] if numbers else None
-    is_exact = bool(numbers) and _names(numbers[0], path)
-    by_rule = rules[labels[0]] or ADAMW if labels else None
-    label = by_rule or (MUON if is_exact else parameter.label)
-    if label == ADAMW and is_exact:
+    is_named = bool(numbers) and _names(numbers[0], path)
+    label = MUON if is_named else parameter.label
+    if labels:
+        label = rules[labels[0]] or ADAMW
+    if label == ADAMW and is_named:
         raise ValueError(
             f"rules give parameter {path!r} of shape {shape} the label {label!r} and "
             f"the dimension numbers {spec}; expected one of them"
         )
-    axes, scanned, role = parameter.axes, parameter.scanned, parameter.role
-    reason, doubt = parameter.reason, parameter.doubt
-    if labels and (label != parameter.label or role == "unused"):
-        reason = BY_RULES
+    new = replace(parameter, label=label)
+    if labels and (label != parameter.label or parameter.role == "unused"):
+        new = replace(new, reason=BY_RULES)
+    is_unread = new.axes is None and (label == MUON or new.doubt is not None)
     if spec is not None and label != ADAMW:
         axes = leaf_axes(path, shape, dtype, spec)
-        reason, scanned = "dimension numbers", scanned or axes.batch
-    elif labels and axes is None and (label == MUON or (doubt and label != ADAMW)):
-        doubt = "nothing shows which of its axes are batch, in and out"
+        scanned = parameter.scanned or axes.batch
+        new = replace(new, axes=axes, scanned=scanned, reason="dimension numbers")
+    elif labels and is_unread and label != ADAMW:
+        # A label says (in, out) of (64, 32), but of (12, 64, 32) not what the batch is.
+        new = replace(new, doubt=_OPEN)
         if problem or len(shape) == 2:
             axes = leaf_axes(path, shape, dtype, MuonDimensionNumbers(0, 1))
-            reason = f"{BY_RULES}: (in, out)"
-    if axes is not None and axes != parameter.axes:
-        doubt, role = None, "kernel" if role in ("-", "unknown") else role
-    said: dict[str, Any] = {"label": label, "reason": reason, "doubt": doubt}
-    return dataclasses.replace(parameter, role=role, axes=axes, scanned=scanned, **said)
+            new = replace(new, axes=axes, reason=f"{BY_RULES}: (in, out)")
+    if new.axes is not None and new.axes != parameter.axes:
+        role = "kernel" if new.role in ("-", "unknown") else new.role
+        new = replace(new, role=role, doubt=None)
+    return new
