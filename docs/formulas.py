@@ -47,7 +47,9 @@ def on_page_content(content: str, **kwargs: Any) -> str:
     del kwargs
 
     def draw(found: re.Match[str]) -> str:
-        display = "inline" if found[2] == "(" else "block"
-        return converter.convert(html.unescape(found[3]), display=display)
+        text = html.unescape(found[3])
+        if found[2] == "(":
+            return converter.convert(text)
+        return f'<div class="formula">{converter.convert(text, display="block")}</div>'
 
     return KEPT.sub(draw, content)
