@@ -107,10 +107,10 @@ class Pool:
         return by_axis.transpose([axes.index(name) for name in divided_axes(sizes)])
 
     def shared(self, sizes: Sizes) -> Collective:
-        """What a device of a team exchanges with the others, for one matrix."""
+        """An exchange within a team of a product (m, m), one of 15 for a matrix."""
         gram = self.shape[0] ** 2 * np.dtype(self.shared_dtype).itemsize
         team = members_over(self.shard_axes, sizes)[: self.team]
-        return Collective("all-to-all", team, STEPS * SHARED_PRODUCTS * gram)
+        return Collective("all-to-all", team, gram)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +167,8 @@ def transfers(pools: Sequence[Pool], sizes: Sizes) -> list[Collective]:
             devices = members_over(pool.shard_axes, sizes)
             collectives.append(Collective("all-gather", devices, size))
         elif pool.team > 1:
-            collectives += [pool.shared(sizes)] * pool.counts[0]
+            number = STEPS * SHARED_PRODUCTS * pool.counts[0]
+            collectives += [pool.shared(sizes)] * number
     return collectives
 
 

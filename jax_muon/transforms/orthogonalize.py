@@ -48,7 +48,8 @@ def orthogonalize(
         `jax_muon.find_matrices` returns, or a function of the parameters that the piece
         sees, which returns one; None treats every leaf as one matrix (in, out).
       small: matrices with fewer elements are computed by all devices that hold them,
-        and gathered if they are sharded.
+        and gathered if they are sharded, unless those of one shape together take less
+        time with owners, by a count of bytes and FLOPs.
       team: most devices that share the work on one matrix, next to each other on the
         mesh, where that takes less time by a count of bytes and FLOPs. None: the
         devices of a host, see `on_mesh`. It needs a method `shared_dtype` of `polar`,

@@ -16,7 +16,7 @@ import jax_muon as jm
 from benchmarks.schedule.hlo import Module
 from benchmarks.schedule.jaxpr import collectives
 from jax_muon.mesh import hardware, owners
-from jax_muon.mesh.owners import pools_of, with_owners
+from jax_muon.mesh.owners import cost, pools_of, with_owners
 from tests.matrices import reader, toy
 from tests.mesh.case import (
     EXPLICIT,
@@ -257,19 +257,12 @@ def test_what_a_team_sends_is_counted_roughly(sharing, spec):
     assert 0.75 < planned / sum(c.sent_bytes for c in found) < 1
 
 
-@pytest.mark.parametrize(
-    ("sizes", "gpus", "team", "most"),
-    [
-        ((32, 4096, 1024, 14336), 64, 1, 11.1e12),
-        ((32, 4096, 1024, 14336), 1024, 8, 0.96e12),
-        ((80, 8192, 1024, 28672), 1024, 8, 15.2e12),
-    ],
-)
-def test_the_planner_shares_where_that_takes_less_time(sizes, gpus, team, most):
-    """Llama 7B and 70B: whole matrices as long as there are enough of them."""
-    layers, width, keys, inner = sizes
-    sizes = {"data": gpus}
-    shards = [
+LLAMA_7B, LLAMA_70B = (32, 4096, 1024, 14336), (80, 8192, 1024, 28672)
+
+
+def stacks_of(layers, width, keys, inner, gpus):
+    """Shards of a Llama's stacked matrices, whose rows are divided."""
+    return [
         ((number, m // gpus, n), jnp.dtype("bfloat16"), (), ("data",), ())
         for number, m, n in (
             (2 * layers, width, width),
@@ -278,11 +271,76 @@ def test_the_planner_shares_where_that_takes_less_time(sizes, gpus, team, most):
             (layers, inner, width),
         )
     ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gpus", "team", "most"),
+    [
+        (LLAMA_7B, 64, 1, 11.1e12),
+        (LLAMA_7B, 1024, 8, 0.96e12),
+        (LLAMA_70B, 1024, 8, 15.2e12),
+    ],
+)
+def test_the_planner_shares_where_that_takes_less_time(sizes, gpus, team, most):
+    """Llama 7B and 70B: whole matrices as long as there are enough of them."""
     given = {"team": 8, "shared_dtype": jm.PolarExpress().shared_dtype, "small": 65536}
-    pools = with_owners(pools_of(shards, sizes), sizes, **given)
+    shards, on = stacks_of(*sizes, gpus), {"data": gpus}
+    pools = with_owners(pools_of(shards, on), on, **given)
     assert {pool.team for pool in pools} == {team}
-    busiest = sum(pool.load(sizes) for pool in pools).max()
+    busiest = sum(pool.load(on) for pool in pools).max()
     assert busiest <= most
+
+
+# Owners of (m, n): their number, the most and the fewest matrices of one, and its team.
+PLANS = [
+    # The up-projections (768, 3072) of GPT-2 124M, those down again, (768, 768).
+    ((12, 768, 768, 3072), 8, [(8, 3, 3, 1), (8, 2, 1, 1), (8, 7, 5, 1)]),
+    (LLAMA_7B, 64, [(64, 1, 1, 1), (64, 1, 0, 1), (64, 2, 0, 1), (64, 2, 0, 1)]),
+    (LLAMA_7B, 256, [(32, 2, 2, 8), (32, 1, 1, 8), (32, 2, 2, 8), (256, 1, 0, 1)]),
+    (LLAMA_70B, 1024, [(128, 2, 1, 8), (128, 1, 0, 8), (128, 2, 2, 8), (128, 2, 2, 8)]),
+]
+HEADS = (
+    (432, 8, 768),
+    jnp.dtype("bfloat16"),
+    (),
+    ("data",),
+    (),
+)  # (64, 768) on 8 devices
+
+
+@pytest.mark.parametrize(("sizes", "gpus", "expected"), PLANS)
+@pytest.mark.parametrize("more", [[], [((5, 1, 8), *HEADS[1:])]])
+def test_plans_of_large_matrices_are_fixed(sizes, gpus, expected, more):
+    """Whatever small ones there are: hundreds, or a few that are tiny."""
+    given = {"team": 8, "shared_dtype": jm.PolarExpress().shared_dtype, "small": 65536}
+    for small in (more, [*more, ((432, 1, 48), *HEADS[1:])]):
+        pools = pools_of(stacks_of(*sizes, gpus) + small, {"data": gpus})
+        plan = with_owners(pools, {"data": gpus}, **given)
+        large = [pool for pool in plan if np.prod(pool.shape) >= 65536]
+        counts = [(len(x.counts), max(x.counts), min(x.counts), x.team) for x in large]
+        assert counts == expected
+
+
+@pytest.mark.parametrize(
+    ("shards", "owners"),
+    [
+        ([HEADS, ((12, 96, 3072), *HEADS[1:])], 8),  # with larger ones
+        ([HEADS], 8),
+        ([((5, 8, 768), *HEADS[1:])], 0),  # two transfers would take longer than one
+        ([((5, 1, 8), *HEADS[1:])], 0),
+    ],
+)
+def test_small_matrices_have_owners_where_that_takes_less_time(shards, owners):
+    """All heads of GPT-2 124M, as matrices of their own."""
+    sizes = {"data": 8}
+    plan = with_owners(pools_of(shards, sizes), sizes, small=65536)
+    assert len(plan[-1].counts) == owners
+    everywhere = [
+        dataclasses.replace(x, counts=()) if np.prod(x.shape) < 65536 else x
+        for x in plan
+    ]
+    both = [cost(each, sizes, 8) for each in (plan, everywhere)]
+    assert both[0] < both[1] if owners else both[0] == both[1]
 
 
 @pytest.mark.parametrize(
