@@ -50,6 +50,11 @@ def on_page_content(content: str, **kwargs: Any) -> str:
         text = html.unescape(found[3])
         if found[2] == "(":
             return converter.convert(text)
-        return f'<div class="formula">{converter.convert(text, display="block")}</div>'
+        if r"\\" in text:  # lines, which Sphinx aligns at & without being asked
+            text = rf"\begin{{split}} {text} \end{{split}}"
+        drawn = converter.convert(text, display="block")
+        if "<mi>&</mi>" in drawn:
+            raise ValueError(f"an & that aligns nothing: {text}")
+        return f'<div class="formula">{drawn}</div>'
 
     return KEPT.sub(draw, content)
