@@ -18,7 +18,7 @@ from optimizers import OPTIMIZERS
 SETTINGS = (
     "optimizer", "compare", "steps", "width", "depth", "context", "batch_size", "seed",
     "data", "learning_rate", "adamw_learning_rate", "embedding_factor", "momentum",
-    "weight_decay", "evaluate_every", "qk_clip",
+    "weight_decay", "evaluate_every", "qk_clip", "heads",
 )  # fmt: skip
 LAYOUT = ("sharding", "devices", "mesh")
 
@@ -73,6 +73,8 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         help="of the matrices in the first step; default best.json")  # fmt: skip
     add("--qk-clip", metavar="THRESHOLD", type=above_zero,
         help="largest attention logit; instead of QK-norm")  # fmt: skip
+    add("--heads", choices=("joined", "apart"), default="joined",
+        help="apart: each head of q, k, v is a matrix")  # fmt: skip
     add("--evaluate-every", type=positive, default=10, metavar="STEPS")
     add("--checkpoint-every", type=positive, default=50, metavar="STEPS")
     add("--sharding", choices=AXES, metavar="LAYOUT",

@@ -117,7 +117,7 @@ def train(
     graph, params = nnx.split(model, nnx.Param)
     loss, evaluate = make_losses(graph, clip is not None)
     validation = text.validation_batches(options.batch_size, options.context)
-    matrices = jm.find_matrices(params, loss, validation[0])
+    matrices = jm.find_matrices(params, loss, validation[0], heads=options.heads)
     recipe = make_optimizer(optimizer, options.steps, matrices, qk_clip=clip, **rates)
     where = place(params, mesh, matrices)
     tx = jm.on_mesh(recipe, where, divide=mesh.axis_names)
