@@ -4,6 +4,8 @@ The matrices take this package's path: each is orthogonalized once on a mesh, in
 `on_mesh`, and `describe` and `verify` work. It is `jax_muon.muon` with other names.
 """
 
+from __future__ import annotations
+
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,10 +23,13 @@ from jax_muon import recipes
 from jax_muon.base import checks, dtypes, trees
 from jax_muon.matrices.find import find_matrices
 from jax_muon.matrices.matrices import ADAMW, MUON, Matrices
+from jax_muon.partition import built_for_each_tree
 from jax_muon.polar.coefficients import NEWTON_SCHULZ, Coefficients
 from jax_muon.polar.factors import NewtonSchulz
+from jax_muon.polar.products import Products, matrix_sum
+from jax_muon.transforms.weight_decay import Mask
 
-_PRESETS: dict[str, Any] = {
+_PRESETS: dict[str, Coefficients | Sequence[Coefficients]] = {
     "standard": NEWTON_SCHULZ,
     # J. You's five, https://github.com/KellerJordan/modded-nanogpt, which dion takes.
     "dion": (
@@ -45,7 +50,7 @@ def muon(
     beta: jax.typing.ArrayLike = 0.95,
     eps: jax.typing.ArrayLike = 1e-8,
     weight_decay: optax.ScalarOrSchedule = 0.0,
-    weight_decay_mask: Any = None,
+    weight_decay_mask: Mask = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
     *,
     nesterov: bool = True,
@@ -125,7 +130,7 @@ def muon(
         nesterov=nesterov,
     )
 
-    def on(tree: Any) -> optax.GradientTransformationExtraArgs:
+    def of_tree(tree: optax.Params) -> optax.GradientTransformationExtraArgs:
         return recipes.muon(
             learning_rate,
             matrices=lambda tree: _read(numbers, tree),
@@ -140,7 +145,9 @@ def muon(
             mu_dtype=mu_dtype,
         )
 
-    def init_fn(params: optax.Params) -> Any:
+    tx = built_for_each_tree(of_tree)
+
+    def init_fn(params: optax.Params) -> optax.OptState:
         if numbers is None:
             flat = trees.leaves_with_paths(params)
             paths = ", ".join(path for path, x in flat if x.ndim == 2)
@@ -151,15 +158,12 @@ def muon(
                 "jax_muon.muon(..., matrices=) takes what it returns",
                 stacklevel=2,
             )
-        return on(params).init(params)
+        return tx.init(params)
 
-    return optax.GradientTransformationExtraArgs(
-        init_fn,
-        lambda updates, *args, **extra: on(updates).update(updates, *args, **extra),
-    )
+    return optax.GradientTransformationExtraArgs(init_fn, tx.update)
 
 
-def _read(numbers: Any, tree: Any) -> Matrices:
+def _read(numbers: Any, tree: optax.Params) -> Matrices:
     """How parameters are read by optax's argument."""
     if numbers is None:
         rules = jax.tree.map(lambda x: MUON if x.ndim == 2 else ADAMW, tree)
@@ -175,7 +179,7 @@ def _read(numbers: Any, tree: Any) -> Matrices:
 
 
 def _polar(
-    coefficients: Any, steps: Any, eps: Any, preconditioning: str, tree: Any
+    coefficients: Any, steps: Any, eps: Any, preconditioning: str, tree: optax.Params
 ) -> Callable[[Array], Array]:
     """Newton-Schulz in the dtype of the parameters, as there; float16 in float32."""
     norm, one = _NORMS[preconditioning], np.ndim(coefficients[0]) == 0
@@ -191,16 +195,20 @@ def _polar(
     return NewtonSchulz(steps, **settings)
 
 
-def _is_real(x: Any) -> bool:
+def _is_real(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _injected(
-    coefficients: Any, steps: Any, eps: Any, norm: str
+    coefficients: Coefficients | Sequence[Coefficients],
+    steps: jax.typing.ArrayLike,
+    eps: jax.typing.ArrayLike,
+    norm: str,
 ) -> Callable[[Array], Array]:
     """Newton-Schulz with numbers that `optax.inject_hyperparams` made arrays.
 
-    They are known only at run time, which a `NewtonSchulz` does not take.
+    A `NewtonSchulz` takes none that are known only at run time: this loops over its
+    products instead.
     """
     table = jnp.asarray(coefficients)
 
@@ -210,20 +218,16 @@ def _injected(
                 "ns_steps or eps is an array inside on_mesh; expected numbers: under "
                 'optax.inject_hyperparams pass static_args=("ns_steps", "eps")'
             )
-        tall = x.shape[-2] > x.shape[-1]
-        x = x.mT if tall else x
+        products = Products(tall=x.shape[-2] > x.shape[-1])
         fourth = norm == "schatten4"  # the sum of s^4 is that of squares of X X^T
-        squares = dtypes.wide(x @ x.mT if fourth else x) ** 2
-        size = jnp.sum(squares, axis=(-2, -1), keepdims=True)
-        size = size ** (0.25 if fourth else 0.5)
-        x = x / (size + eps).astype(x.dtype)
+        power = matrix_sum(dtypes.wide(products.gram(x) if fourth else x) ** 2)
+        x = x / (power ** (0.25 if fourth else 0.5) + eps).astype(x.dtype)
 
         def quintic(i: Array, x: Array) -> Array:
             a, b, c = (table if table.ndim == 1 else table[i]).astype(x.dtype)
-            gram = x @ x.mT
-            return a * x + (b * gram + c * (gram @ gram)) @ x
+            factor = products.polynomial(products.gram(x), (0.0, b, c))
+            return a * x + products.product(factor, x)
 
-        x = jax.lax.fori_loop(0, steps, quintic, x)
-        return x.mT if tall else x
+        return jax.lax.fori_loop(0, steps, quintic, x)
 
     return polar

@@ -70,47 +70,50 @@ def partition(
         check(f"groups[{label!r}]", group)
     read_tree = reader(matrices)
 
-    def build(tree: Any, at_init: bool = False) -> Any:
-        whole = read_tree(tree)
+    def build(
+        tree: optax.Params, whole: Matrices
+    ) -> optax.GradientTransformationExtraArgs:
         labelled = _of_tree(whole, tree)
         _check_groups(labelled, groups)
-        labels = {parameter.label for parameter in whole.values()}
-        if at_init and labels == {ADAMW} and MUON in groups:
-            warnings.warn(
-                f"no parameter is a matrix: all have the label {ADAMW!r}, and get the "
-                f"optimizer that is adamw= of a recipe{checks.of_vector(tree)}",
-                stacklevel=2,
-            )
-        unused = groups.keys() - labels - {MUON, ADAMW}
-        if at_init and labels and unused:
-            expected = f"those of parameters, {', '.join(sorted(labels))}"
-            checks.refuse("labels of groups", sorted(unused), expected)
         note().leaves.update(labelled)
-        if not labelled.splits:
-            return _for_tree(labelled, groups)
         parts = read_parts(labelled, labelled.splits)
         of_parts = dataclasses.replace(labelled, parameters=parts, splits={})
         return with_splits(_for_tree(of_parts, groups), labelled.splits)
 
-    def init_fn(params: optax.Params) -> Any:
+    def init_fn(params: optax.Params) -> optax.OptState:
         params = checks.as_arrays("params", params)
-        state = build(params, at_init=True).init(params)
+        whole = read_tree(params)
+        state = build(params, whole).init(params)
+        labels = {parameter.label for parameter in whole.values()}
+        if labels == {ADAMW} and MUON in groups:
+            warnings.warn(
+                f"no parameter is a matrix: all have the label {ADAMW!r}, and get the "
+                f"optimizer that is adamw= of a recipe{checks.of_vector(params)}",
+                stacklevel=2,
+            )
+        unused = groups.keys() - labels - {MUON, ADAMW}
+        if labels and unused:
+            expected = f"those of parameters, {', '.join(sorted(labels))}"
+            checks.refuse("labels of groups", sorted(unused), expected)
         for label, group in groups.items():
             if not callable(group):
                 warn_of_float16(label, state.inner_states[label])
         return state
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
         params = None if params is None else checks.as_arrays("params", params)
         checks.check_gradients(updates, params)
         updates = trees.as_wide_as_params(updates, params)
-        tx, like = build(updates), updates if params is None else params
+        tx = build(updates, read_tree(updates))
         try:
             stepped, new = tx.update(updates, state, params, **extra_args)
         except (AttributeError, KeyError, TypeError, ValueError):
-            right = jax.eval_shape(tx.init, like)
+            right = jax.eval_shape(tx.init, updates if params is None else params)
             checks.check_state(state, right)
             checks.not_dicts(state, right)
             raise
@@ -121,7 +124,20 @@ def partition(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _of_tree(whole: Matrices, tree: Any) -> Matrices:
+def built_for_each_tree(
+    build: Callable[[optax.Params], optax.GradientTransformation],
+) -> optax.GradientTransformationExtraArgs:
+    """The transform that a function makes of the parameters, or of their gradients.
+
+    It is made again for each trace of init and update.
+    """
+    return optax.GradientTransformationExtraArgs(
+        lambda params: build(params).init(params),
+        lambda updates, *args, **extra: build(updates).update(updates, *args, **extra),
+    )
+
+
+def _of_tree(whole: Matrices, tree: optax.Params) -> Matrices:
     """The reading of a tree, which may be a part of the `whole` tree that was read."""
     parameters = {}
     for path, leaf in trees.leaves_with_paths(tree):
@@ -160,7 +176,7 @@ def _check_groups(matrices: Matrices, groups: Mapping[str, Group]) -> None:
 
 
 def _for_tree(
-    matrices: Matrices, groups: Mapping[str, Any]
+    matrices: Matrices, groups: Mapping[str, Group]
 ) -> optax.GradientTransformationExtraArgs:
     """The transforms of the groups, on the leaves with their labels."""
     note().parameters.update(matrices)

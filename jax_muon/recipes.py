@@ -15,29 +15,20 @@ from typing import Any
 import jax
 import optax
 
-from jax_muon.base import checks, trees
+from jax_muon.base import checks
 from jax_muon.matrices.find import Reader, reader
 from jax_muon.matrices.joins import with_joins
 from jax_muon.matrices.matrices import ADAMW, MUON, Matrices
-from jax_muon.partition import Group, partition
+from jax_muon.partition import Group, built_for_each_tree, partition
 from jax_muon.polar import coefficients
 from jax_muon.polar.factors import NewtonSchulz
 from jax_muon.schedules import VERSIONS
+from jax_muon.transforms import scaling
+from jax_muon.transforms import weight_decay as decays
 from jax_muon.transforms.hyperball import hyperball
 from jax_muon.transforms.momentum import nesterov as scale_by_momentum
 from jax_muon.transforms.orthogonalize import Polar, orthogonalize
-from jax_muon.transforms.scaling import (
-    equilibrate_rows,
-    normalize_frobenius,
-    scale_by_normuon,
-    scale_by_shape,
-)
-from jax_muon.transforms.weight_decay import (
-    Mask,
-    add_cautious_decayed_weights,
-    add_decayed_weights,
-    check_mask,
-)
+from jax_muon.transforms.weight_decay import Mask
 
 # The transforms for matrices, given which weights decay and how parameters are read.
 Chain = Callable[[Mask, Matrices], optax.GradientTransformation]
@@ -124,15 +115,13 @@ def nanochat(
     def chain(mask: Mask, matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
             scale_by_momentum(momentum, mu_dtype=mu_dtype),
-            *([equilibrate_rows(matrices=matrices)] if last else []),
+            *([scaling.equilibrate_rows(matrices=matrices)] if last else []),
             orthogonalize(polar, matrices=matrices),
-            *([normalize_frobenius(matrices=matrices)] if last else []),
-            scale_by_normuon(decay, matrices=matrices),
-            add_cautious_decayed_weights(weight_decay, mask),
-            scale_by_shape(matrices=matrices),
-            optax.scale_by_learning_rate(
-                checks.as_rate("learning_rate", learning_rate)
-            ),
+            *([scaling.normalize_frobenius(matrices=matrices)] if last else []),
+            scaling.scale_by_normuon(decay, matrices=matrices),
+            decays.add_cautious_decayed_weights(weight_decay, mask),
+            scaling.scale_by_shape(matrices=matrices),
+            _descend(learning_rate),
         )
 
     return _recipe(chain, weight_decay_mask, matrices, adamw, groups)
@@ -209,12 +198,12 @@ def normuon(
             orthogonalize(_polar(polar, ns_steps, dtype), matrices=matrices),
             # The paper adds 1e-8 to the root; here the root is at least 1e-8. The
             # default, 1e-5, would hold back neurons whose first updates are small.
-            scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=matrices),
-            normalize_frobenius(0.2, matrices=matrices),
-            add_decayed_weights(weight_decay, mask),
-            optax.scale_by_learning_rate(
-                checks.as_rate("learning_rate", learning_rate)
+            scaling.scale_by_normuon(
+                beta2, axis="output", eps=1e-16, matrices=matrices
             ),
+            scaling.normalize_frobenius(0.2, matrices=matrices),
+            decays.add_decayed_weights(weight_decay, mask),
+            _descend(learning_rate),
         )
 
     return _recipe(chain, weight_decay_mask, matrices, adamw, groups)
@@ -294,14 +283,11 @@ def muon(
     References:
       https://kellerjordan.github.io/posts/muon/
     """
-    average = {"nesterov": nesterov, "bias_correction": bias_correction}
-    chain = _muon(
-        scale_by_momentum(momentum, **average, mu_dtype=mu_dtype),
-        _polar(polar, ns_steps, dtype),
-        adjust_lr_fn,
-        weight_decay,
-        learning_rate,
+    average = scale_by_momentum(
+        momentum, nesterov=nesterov, bias_correction=bias_correction, mu_dtype=mu_dtype
     )
+    polar = _polar(polar, ns_steps, dtype)
+    chain = _muon(average, polar, adjust_lr_fn, weight_decay, learning_rate)
     return _recipe(chain, weight_decay_mask, matrices, adamw, groups)
 
 
@@ -367,13 +353,9 @@ def moonlight(
       >>> round(float(updates["mlp"][0, 0]), 6)  # 0.2 * 25**0.5 + 0.1 times the rate
       -0.0011
     """
-    chain = _muon(
-        scale_by_momentum(momentum, mu_dtype=mu_dtype),
-        _polar(polar, ns_steps, dtype),
-        "match_rms_adamw",
-        weight_decay,
-        learning_rate,
-    )
+    average = scale_by_momentum(momentum, mu_dtype=mu_dtype)
+    polar = _polar(polar, ns_steps, dtype)
+    chain = _muon(average, polar, "match_rms_adamw", weight_decay, learning_rate)
     return _recipe(chain, weight_decay_mask, matrices, adamw, groups)
 
 
@@ -443,19 +425,15 @@ def teon(
       >>> [round(float(x[0, 0]), 3) for x in updates["layers"][0].values()]
       [-1.0, -0.707]
     """
-    table = coefficients.polar_express_paper
 
-    def in_pairs(params: Any) -> Matrices:
+    def in_pairs(params: optax.Params) -> Matrices:
         single = reader(matrices)(params)
         return with_joins(single, 2) if single.joins is None else single
 
-    chain = _muon(
-        scale_by_momentum(momentum, nesterov=False, mu_dtype=mu_dtype),
-        _polar(polar, ns_steps, dtype, table, norm_factor=1.01),
-        "spectral_norm",
-        weight_decay,
-        learning_rate,
-    )
+    average = scale_by_momentum(momentum, nesterov=False, mu_dtype=mu_dtype)
+    table = coefficients.polar_express_paper
+    polar = _polar(polar, ns_steps, dtype, table, norm_factor=1.01)
+    chain = _muon(average, polar, "spectral_norm", weight_decay, learning_rate)
     return _recipe(chain, weight_decay_mask, in_pairs, adamw, groups)
 
 
@@ -527,29 +505,31 @@ def muonh(
 def _polar(
     polar: Polar | None,
     ns_steps: int | None,
-    dtype: Any,
-    table: Callable[[int], Any] = lambda steps: coefficients.NEWTON_SCHULZ,
+    dtype: jax.typing.DTypeLike | None,
+    table: Callable[
+        [int], coefficients.Coefficients | coefficients.Table
+    ] = lambda steps: coefficients.NEWTON_SCHULZ,
     **settings: Any,
 ) -> Polar:
     """The polar factor that is given, or else the recipe's."""
-    if polar is not None:
-        for name, value in {"ns_steps": ns_steps, "dtype": dtype}.items():
-            if value is not None:
-                expected = "None beside polar=, such as PolarExpress(8, dtype=...)"
-                checks.refuse(name, value, expected)
-        return polar
-    # Not a default of the recipes: `inject_hyperparams` would make an array of it.
-    ns_steps = 5 if ns_steps is None else ns_steps
-    checks.check_count("ns_steps", ns_steps)
-    dtype = "bfloat16" if dtype is None else dtype
-    of_steps = table(ns_steps)
-    return NewtonSchulz(ns_steps, coefficients=of_steps, dtype=dtype, **settings)
+    if polar is None:
+        # Not a default of the recipes: `inject_hyperparams` would make an array of it.
+        ns_steps = 5 if ns_steps is None else ns_steps
+        checks.check_count("ns_steps", ns_steps)
+        dtype = "bfloat16" if dtype is None else dtype
+        quintics = table(ns_steps)
+        return NewtonSchulz(ns_steps, coefficients=quintics, dtype=dtype, **settings)
+    for name, value in {"ns_steps": ns_steps, "dtype": dtype}.items():
+        if value is not None:
+            expected = "None beside polar=, such as PolarExpress(8, dtype=...)"
+            checks.refuse(name, value, expected)
+    return polar
 
 
 def _muon(
     average: optax.GradientTransformation,
     polar: Polar,
-    adjust_lr_fn: str | Callable[[int, int], float] | None,
+    adjust_lr_fn: scaling.AdjustLr,
     weight_decay: optax.ScalarOrSchedule,
     learning_rate: optax.ScalarOrSchedule,
 ) -> Chain:
@@ -557,10 +537,16 @@ def _muon(
     return lambda mask, matrices: optax.chain(
         average,
         orthogonalize(polar, matrices=matrices),
-        scale_by_shape(adjust_lr_fn, matrices=matrices),
-        add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(checks.as_rate("learning_rate", learning_rate)),
+        scaling.scale_by_shape(adjust_lr_fn, matrices=matrices),
+        decays.add_decayed_weights(weight_decay, mask),
+        _descend(learning_rate),
     )
+
+
+def _descend(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    """Step against the direction."""
+    rate = checks.as_rate("learning_rate", learning_rate)
+    return optax.scale_by_learning_rate(rate)
 
 
 def _recipe(
@@ -577,19 +563,14 @@ def _recipe(
         checks.refuse("labels of groups", [*groups], expected)
     if adamw is not None:
         groups = {ADAMW: checks.as_transform("adamw", adamw), **groups}
-    check_mask("weight_decay_mask", mask)
+    decays.check_mask("weight_decay_mask", mask)
     chain(None, Matrices({}))  # a wrong setting of a piece is an error now
 
     def masked(mask: Mask) -> optax.GradientTransformationExtraArgs:
         return partition({MUON: functools.partial(chain, mask), **groups}, matrices)
 
-    tx = masked(mask)
-    if not trees.is_function(mask):
+    tx = masked(None)
+    if mask is None:
         return tx
-    # The function is about whole parameters, and not about the parts in a group.
-    return optax.GradientTransformationExtraArgs(
-        lambda params: masked(mask(params)).init(params),
-        lambda updates, *args, **extra: masked(mask(updates)).update(
-            updates, *args, **extra
-        ),
-    )
+    # A mask is about whole parameters, and not about the parts in a group.
+    return built_for_each_tree(lambda tree: masked(decays.of_whole_tree(mask, tree)))

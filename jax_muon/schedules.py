@@ -60,6 +60,7 @@ def nanochat_weight_decay(
       >>> [round(float(decay(step)), 3) for step in (0, 500, 1000)]
       [0.2, 0.1, 0.0]
     """
+    init_value = checks.as_number("init_value", init_value, "of at least 0")
     checks.check_count("num_steps", num_steps)
     checks.check_choice("version", version, VERSIONS)
     if version == "2026-01":

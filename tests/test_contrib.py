@@ -132,6 +132,9 @@ REFUSED = {
     "ns_coeffs='jordan'; expected one of": lambda: contrib.muon(
         0.1, ns_coeffs="jordan"
     ),
+    "eps=0.0; expected a finite number above 0": lambda: contrib.muon(
+        0.1, eps=0.0
+    ).init(MATRIX),
     "ns_steps=3; expected at least 5": lambda: contrib.muon(
         0.1, "dion", ns_steps=3
     ).init(MATRIX),

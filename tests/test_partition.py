@@ -134,6 +134,15 @@ def test_masks_are_about_whole_parameters(name, mask):
     assert trees.distance(still["down"], decayed["down"]) > 1e-4
 
 
+def test_a_mask_of_all_parameters_where_others_are_absent():
+    """In multi_transform a recipe sees some parameters; no entry is one too many."""
+    mask = jax.tree.map(lambda shape: True, SHAPES, is_leaf=lambda x: type(x) is tuple)
+    labels = {"wte": "adamw", "up": "adamw", "down": "muon"}
+    recipe = jm.muon(0.1, matrices={"down": "muon"}, weight_decay_mask=mask)
+    tx = optax.multi_transform({"muon": recipe, "adamw": ADAMW}, labels)
+    assert steps(tx)["down"].shape == (24, 6)
+
+
 # --- nanochat's schedules -------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ The ValueErrors name the argument, its value and what is expected.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -115,8 +116,9 @@ def as_transform(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
 
 def check_no_factory(name: str, value: Any) -> None:
     """Refuse `optax.sgd` instead of `optax.sgd(1e-3)` where functions are possible."""
-    own, module = (getattr(value, x, "") for x in ("__qualname__", "__module__"))
-    if str(module).startswith("optax.") and "<locals>" not in own:
+    own, module = (str(getattr(value, x, "")) for x in ("__name__", "__module__"))
+    is_public = getattr(sys.modules.get(module), own, None) is value
+    if is_public and module.startswith(("optax.", "jax_muon.")):
         refuse(name, value, f"an optax transform, such as {own}(1e-3)")
 
 

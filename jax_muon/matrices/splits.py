@@ -204,15 +204,15 @@ def _with_split(
 ) -> optax.GradientTransformationExtraArgs:
     """A transform on the parts of the parameters that one pattern matches."""
 
-    def init_fn(params: optax.Params) -> Any:
+    def init_fn(params: optax.Params) -> optax.OptState:
         return inner.init(_map_split(_parts, pattern, split, params))
 
     def update_fn(
         updates: optax.Updates,
-        state: Any,
+        state: optax.OptState,
         params: optax.Params | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, Any]:
+    ) -> tuple[optax.Updates, optax.OptState]:
         checks.check_gradients(updates, params)
         parts, of_params = (
             _map_split(_parts, pattern, split, x) for x in (updates, params)

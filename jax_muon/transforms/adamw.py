@@ -1,7 +1,8 @@
 """AdamW in at least float32, for the parameters that are not matrices."""
 
+from __future__ import annotations
+
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,12 +69,14 @@ def adamw(
         optax.scale_by_learning_rate(checks.as_rate("learning_rate", learning_rate)),
     )
 
-    def init_fn(params: optax.Params) -> Any:
+    def init_fn(params: optax.Params) -> optax.OptState:
         return tx.init(jax.tree.map(dtypes.wide, params))
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, Any]:
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+    ) -> tuple[optax.Updates, optax.OptState]:
         updates = trees.as_wide_as_params(updates, params)
         wide_updates, wide_params = jax.tree.map(dtypes.wide, (updates, params))
         new, state = tx.update(wide_updates, state, wide_params)
@@ -82,7 +85,7 @@ def adamw(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def warn_of_float16(label: str, state: Any) -> None:
+def warn_of_float16(label: str, state: optax.OptState) -> None:
     """Warn of a transform that keeps float16: mostly AdamW, NaN after a zero gradient.
 
     `label` names it, and `state` is its own.

@@ -1,6 +1,6 @@
 """Steps of a fixed angle: every matrix keeps the Frobenius norm that it starts with."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
@@ -92,7 +92,7 @@ def hyperball(
 
 
 def _move(
-    u: Array, w: Array, radius: Array, axes: MatrixAxes, rate: Any
+    u: Array, w: Array, radius: Array, axes: MatrixAxes, rate: float | Array
 ) -> tuple[Array, Array]:
     """The update of one parameter, and the radii of its matrices after it."""
     _, fan_out = axes.fan(u.shape)

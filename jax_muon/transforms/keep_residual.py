@@ -115,7 +115,7 @@ def keep_residual(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _is_narrow(p: Any) -> bool:
+def _is_narrow(p: Array) -> bool:
     return p.dtype in (jnp.bfloat16, jnp.float16)
 
 
@@ -139,7 +139,7 @@ def _split(
     return step.astype(p.dtype), jnp.clip(dropped, -most, most).astype(r.dtype)
 
 
-def _unit(p: Float[Array, "..."], dtype: Any) -> Float32[Array, "..."]:
+def _unit(p: Float[Array, "..."], dtype: jnp.dtype) -> Float32[Array, "..."]:
     """What one of a residual counts: a power of two, finite also where p is not."""
     info = jnp.finfo(p.dtype)
     bits = jax.lax.bitcast_convert_type(p.astype(jnp.float32), jnp.uint32)
@@ -150,7 +150,7 @@ def _unit(p: Float[Array, "..."], dtype: Any) -> Float32[Array, "..."]:
     return power * 2.0 ** (-info.nmant - jnp.iinfo(dtype).bits)
 
 
-def _rounded(x: Float32[Array, "..."], dtype: Any) -> Float32[Array, "..."]:
+def _rounded(x: Float32[Array, "..."], dtype: jnp.dtype) -> Float32[Array, "..."]:
     """x rounded to a 16-bit dtype, in float32.
 
     XLA drops the rounding of a cast there and back where it may compute more exactly.

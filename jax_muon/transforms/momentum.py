@@ -12,7 +12,7 @@ and a resumed run continues bit for bit.
 
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ def nesterov(
         checks.check_choice("mu_dtype", dtype, DTYPES)
     kind = QuantizedNesterovState if dtype == "int8" else NesterovState
 
-    def init_fn(params: optax.Params) -> Any:
+    def init_fn(params: optax.Params) -> optax.OptState:
         stored = [optax.tree.zeros_like(params, dtype=dtype)]
         if dtype == "int8":
             # A box names the axes of the parameter, over which (out, 1) cannot be
@@ -100,8 +100,10 @@ def nesterov(
         return kind(jnp.zeros([], jnp.int32), *stored)
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: Any = None
-    ) -> tuple[optax.Updates, Any]:
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+    ) -> tuple[optax.Updates, optax.OptState]:
         count, *accumulator = state
         mu = checks.rate_at(decay, count)
 

@@ -1,7 +1,7 @@
 """Pieces that scale updates: matrices by their norms or shapes, parameters by paths."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,9 @@ from jax_muon.base import checks, dtypes, trees
 from jax_muon.base.facts import note
 from jax_muon.base.trees import map_leaves, step_leaves
 from jax_muon.matrices.matrices import Given, MatrixAxes, of_tree
+
+# The name of a factor below, or a function of (in, out).
+AdjustLr: TypeAlias = str | Callable[[int, int], float] | None
 
 # Factor of the update, by the size (in, out) of the matrix: the names of
 # torch.optim.Muon, and for the third of dion.
@@ -78,7 +81,7 @@ def normalize_frobenius(
     def scale(_: str, u: Array, axes: MatrixAxes) -> Array:
         fan_in, fan_out = axes.fan(u.shape)
         if rms is None:
-            target: Any = min(fan_in, fan_out) ** 0.5
+            target: float | Array = min(fan_in, fan_out) ** 0.5
         else:
             target = dtypes.in_dtype_of(u, rms) * (fan_in * fan_out) ** 0.5
         return u * (target / jnp.maximum(_norm(u, axes.matrix), _SMALLEST_NORM))
@@ -143,7 +146,9 @@ def scale_by_normuon(
         return ScaleByNorMuonState(jnp.zeros([], jnp.int32), nu)
 
     def update_fn(
-        updates: optax.Updates, state: ScaleByNorMuonState, params: Any = None
+        updates: optax.Updates,
+        state: ScaleByNorMuonState,
+        params: optax.Params | None = None,
     ) -> tuple[optax.Updates, ScaleByNorMuonState]:
         del params
         parameters = of_tree(matrices, updates)
@@ -191,9 +196,12 @@ def scale_by_shape(
       >>> tx.update(updates, tx.init(updates))[0][0, 0].item()
       2.0
     """
-    if not callable(adjust_lr_fn) and adjust_lr_fn not in [*ADJUST_LR]:
+    known = isinstance(adjust_lr_fn, str | None) and adjust_lr_fn in ADJUST_LR
+    if not known and not callable(adjust_lr_fn):
         names = ", ".join(map(repr, ADJUST_LR))
-        checks.refuse("adjust_lr_fn", adjust_lr_fn, f"{names}, or a function (in, out)")
+        expected = f"{names}, or a function (in, out)"
+        expected += checks.injected(adjust_lr_fn, "adjust_lr_fn")
+        checks.refuse("adjust_lr_fn", adjust_lr_fn, expected)
     factor_of = adjust_lr_fn if callable(adjust_lr_fn) else ADJUST_LR[adjust_lr_fn]
 
     def scale(path: str, u: Array, axes: MatrixAxes) -> Array:
@@ -254,7 +262,7 @@ def _stateless(
             parameters.axes(path)  # raises unless it is a matrix
         return optax.EmptyState()
 
-    def scaled(updates: optax.Updates, params: Any) -> optax.Updates:
+    def scaled(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         del params
         parameters = of_tree(matrices, updates)
 

@@ -81,13 +81,17 @@ def add_decayed_weights(
     if isinstance(rate, float) and rate == 0:
         return optax.identity()
 
-    def mask_of(tree: Any) -> Any:
+    def mask_of(tree: optax.Params) -> Mask:
         decays = decaying(mask, tree)
         return trees.map_leaves(lambda path, _: decays(path), tree)
 
     tx = optax.add_decayed_weights(rate, None if mask is None else mask_of)
 
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+    ) -> tuple[optax.Updates, optax.OptState]:
         checks.check_params("weight_decay, unless it is 0.0,", params)
         updates, _ = tx.update(updates, state, params)
         # In optax 0.2.6 the count of a schedule stands still.
@@ -97,13 +101,38 @@ def add_decayed_weights(
 
 
 def check_mask(name: str, mask: Mask) -> None:
-    """A mask must not be an array, which `optax.inject_hyperparams` makes of one."""
-    if isinstance(mask, jax.Array):
-        expected = "True and False, in a tree or from a function"
-        checks.refuse(name, mask, expected + checks.injected(mask, name))
+    """A mask must not be one value, which `optax.inject_hyperparams` makes of one."""
+    if isinstance(mask, (bool, jax.Array)):
+        expected = "True and False, in a tree or from a function; under "
+        expected += f"optax.inject_hyperparams name it in static_args=({name!r},)"
+        checks.refuse(name, mask, expected)
 
 
-def decaying(mask: Mask, tree: Any) -> Callable[[str], bool]:
+def of_whole_tree(mask: Mask, tree: optax.Params) -> Mask:
+    """The mask of all parameters, which a function is asked for, as a tree.
+
+    Raises a ValueError for entries of no parameter. Parameters that are absent, as in
+    `optax.multi_transform` those of other transforms, may have one.
+    """
+    mask = mask(tree) if trees.is_function(mask) else mask
+    entries = dict(trees.leaves_with_paths(mask))
+    leaves = dict(trees.leaves_with_paths(tree, is_leaf=_is_absent))
+    absent = {path: x for path, x in leaves.items() if _is_absent(x)}
+    used = {trees.nearest_prefix(entries, path) for path in leaves}
+    unused = [x for x in entries if not (x in used or trees.nearest_prefix(absent, x))]
+    if unused and leaves:
+        raise ValueError(
+            f"the mask of the weight decay has {', '.join(unused)}; expected "
+            f"parameters, or modules around them: {', '.join(leaves)}"
+        )
+    return mask
+
+
+def _is_absent(x: Any) -> bool:
+    return x is None or isinstance(x, optax.MaskedNode)
+
+
+def decaying(mask: Mask, tree: optax.Params) -> Callable[[str], bool]:
     """The function of a path that says whether its parameter decays.
 
     Parts of a split parameter, such as `qkv/kernel/query`, follow the entry of the

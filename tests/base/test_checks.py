@@ -36,9 +36,9 @@ def known(params, **settings):
     return reader(**settings)(params)
 
 
-def injected(**settings):
+def injected(recipe=nanochat, **settings):
     labels = {"wte": "adamw", "*": "muon"}
-    return optax.inject_hyperparams(nanochat)(**{"matrices": labels} | settings)
+    return optax.inject_hyperparams(recipe)(**{"matrices": labels} | settings)
 
 
 def on_mesh(**settings):
@@ -88,6 +88,12 @@ WRONG = {
     "ns_steps=2.5; expected a Python integer": lambda: muon(ns_steps=2.5),
     "ns_steps=True; expected a Python integer": lambda: muon(ns_steps=True),
     "such as sgd(1e-3)": lambda: nanochat(groups={"x": optax.sgd}),
+    "expected an optax transform, such as muon(1e-3)": lambda: jm.partition(
+        {"muon": jm.muon}, toy
+    ),
+    "init_value=-1.0; expected a finite number": lambda: jm.nanochat_weight_decay(
+        -1.0, 10
+    ),
     "['w']=-1.0; expected a finite number": lambda: jm.scale_by_path({"w": -1.0}),
     "gather_dtype='int8'; expected a dtype of": lambda: on_mesh(gather_dtype="int8"),
     "='float16'; expected one of 'float64'": lambda: muon(mu_dtype="float16"),
@@ -129,6 +135,9 @@ WRONG |= {  # at init,
     "static_args=('matrices',)": lambda: init(injected(matrices=toy)),
     "static_args=('weight_decay_mask',)": lambda: init(
         injected(weight_decay_mask=lambda tree: tree)
+    ),
+    "static_args=('adjust_lr_fn',)": lambda: init(
+        injected(muon, adjust_lr_fn=lambda *fan: max(fan) ** 0.5)
     ),
     "static_args=('mask',)": lambda: init(
         optax.inject_hyperparams(jm.adamw)(0.1, mask=lambda tree: tree)
@@ -214,8 +223,14 @@ WRONG |= {  # or at update
             muon(), PARAMS, state=flax.serialization.to_state_dict(muon().init(PARAMS))
         )
     ),
-    "the weight decay says nothing of parameter 'w', but of x": lambda: step(
-        muon(weight_decay=0.1, weight_decay_mask={"x": True})
+    "the weight decay says nothing of parameter 'w', but of wte": lambda: step(
+        muon(weight_decay=0.1, weight_decay_mask={"wte": True}), PARAMS
+    ),
+    "the weight decay has x; expected parameters, or modules around them: ": lambda: (
+        step(muon(weight_decay=0.1, weight_decay_mask={"x": True, "w": True}))
+    ),
+    "weight_decay_mask=False; expected True and False, in a tree": lambda: muon(
+        weight_decay_mask=False
     ),
     "mask at 'w'='adamw'; expected True or False": lambda: step(
         muon(weight_decay=0.1, weight_decay_mask={"w": "adamw"})
