@@ -47,7 +47,7 @@ def apply_rules(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Para
                 deciding[where].add(kind[0])
     for where, value in values.items():
         paths = ", ".join(matched[where])
-        if by_path and not paths and not (is_tree and value is None):
+        if by_path and not matched[where] and not (is_tree and value is None):
             raise ValueError(
                 f"rules: {where!r} matches no parameter; expected a path or a pattern "
                 f"of these: {', '.join(by_path)}"
@@ -62,7 +62,7 @@ def apply_rules(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Para
                 f"{min(others)!r} comes first and matches {paths} as well; expected "
                 "the narrower rule first"
             )
-        is_matrix = paths and _means_matrices(value)
+        is_matrix = matched[where] and _means_matrices(value)
         if is_matrix and all(ruled[x].label == ADAMW for x in matched[where]):
             raise ValueError(
                 f"rules at {where!r}: {value} for parameters that all have the "

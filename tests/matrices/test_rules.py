@@ -295,3 +295,8 @@ def test_dots_in_a_key_separate_modules_as_slashes_do():
     joins = {"layers.{i}.mlp.up_proj": 2}
     (join,) = jm.find_matrices(params, rules={"*": "muon"}, joins=joins).joins
     assert join.paths == (*up,)
+
+
+def test_a_rule_of_one_array_whose_path_is_empty():
+    assert jm.find_matrices(jnp.ones((4, 6)), rules="muon")[""].sizes == (1, 4, 6)
+    assert jm.find_matrices(jnp.ones(3), rules="adamw")[""].label == "adamw"
