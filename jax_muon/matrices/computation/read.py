@@ -12,6 +12,7 @@ from jax_muon.base import jaxprs, trees
 from jax_muon.matrices.computation import (  # noqa: F401, they register rules
     contractions,
     decide,
+    elementwise,
     loops,
     moves,
 )

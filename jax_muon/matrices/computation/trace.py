@@ -9,7 +9,6 @@ of a leaf in it is unknown.
 import collections
 import functools
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,31 +18,23 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jax_muon.base import jaxprs
-from jax_muon.base.jaxprs import shape_of
 from jax_muon.matrices.computation.values import (
     BATCH,
     CONSTANT,
-    EXPONENTIAL,
     IN,
-    LOG,
-    LOG_SOFTMAX,
     OUT,
-    RECIPROCAL,
-    SOFTMAX,
     SUMMED,
-    AxisParts,
     Edge,
-    Shape,
     Use,
     Value,
     axes_in,
-    joined,
     merged,
-    placed,
 )
 
 Rule = Callable[["Trace", JaxprEqn, list[Value]], Value | list[Value]]
 RULES: dict[str, Rule] = {}
+ELEMENTWISE = "elementwise"  # the rule of all others
+SUMS = ("add", "sub")
 Axis = tuple[str, int]  # of a leaf
 
 
@@ -117,7 +108,7 @@ class Trace:
             values = [*map(self._settled, values)]
         if name not in RULES and (closed := jaxprs.called(eqn)) is not None:
             return self.call(eqn, closed.jaxpr, values)
-        result = RULES.get(name, elementwise)(self, eqn, values)
+        result = RULES.get(name, RULES[ELEMENTWISE])(self, eqn, values)
         results = result if isinstance(result, list) else [result] * len(eqn.outvars)
         results = [*map(self._without_taken, results)]
         # Constants of constants, such as eye(24)[order], are known by their numbers.
@@ -333,203 +324,3 @@ def _numbers(eqn: JaxprEqn, values: Sequence[Value], i: int) -> Callable[[], Any
 
 # Ways of parameters into one vector and out of it, as in `ravel_pytree`.
 _JOINING = {"concatenate", "convert_element_type", "reshape", "slice", "split"}
-_ACTIVATIONS = {"tanh", "logistic", "max", "sin", "cos", "erf", "exp", "exp2"}
-_ACTIVATIONS |= {"expm1", "log1p"}
-SUMS = ("add", "sub")
-_HIDING = {"triangular_solve", "ffi_call"}  # not elementwise if all fits
-
-
-def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """An operation on each element; or one without a rule."""
-    name, shape = eqn.primitive.name, shape_of(eqn.outvars[0]) if eqn.outvars else ()
-    if name in SUMS and any(x.leaves and x.has_all(shape) for x in values):
-        values = [Value() if x.is_gradient else x for x in values]  # a step in the loss
-    result = joined(values)
-    cases = values[1:] if name == "select_n" else []
-    if any(x.leaves for x in cases) and all(x == cases[0] for x in cases):
-        return cases[0]  # whatever chooses, as `vmap` does for the branches of a cond
-    shapes = [shape_of(v) for v in eqn.invars]
-    pairs = [*zip(values, shapes, strict=True)]
-    values = [_repeated(*x, shape) for x in zip(values, shapes, strict=True)]
-    fits = all(_fits(x, shape) for x in shapes) and name not in _HIDING
-    if not fits:
-        result.results = {}
-    if len(values) > 1 or name != "convert_element_type":
-        for use in [x for x in result.outputs if x.kind == "elementwise"]:
-            del result.results[use]
-    made = [x for x in values if x.leaves]
-    active = [x for x in values if x.data and not x.leaves and not x.noise]
-    result.noise &= name == "mul" or not made
-    if name == "eq":
-        result.one_hot = sum(x.data for x in values) == 1
-    by_itself = name == "select_n" and bool(values[0].leaves)  # as in leaky_relu
-    raw = {y for x in made for y in x.leaves}
-    is_raw = len(raw) == 1 and all(x.is_raw for x in made)
-    is_clipped = is_raw and (name == "max" or by_itself)
-    is_function = bool(made) and (name in _ACTIVATIONS or by_itself) and not is_clipped
-    if name in SUMS:  # a sum with leaves that no function was applied to is no function
-        result.activated = bool(made) and all(x.activated for x in made)
-        constant = [x.constant for x in made]  # with a bias, constants are data
-        result.activated |= any(
-            not x.has_all(shape, places) for x in made for places in constant
-        )
-    result.activated |= is_function
-    for value in made:
-        if not value.data and (is_function or _is_added(name, value, values, shape)):
-            trace.note_input(value, eqn)
-    result.is_exponential |= _is_exponential(name, values)
-    if name in SUMS and any(not (x.data or x.leaves or s) for x, s in pairs):
-        result.is_exponential = False  # 1 + exp(-x), as in a logistic function
-    result.softmax = _softmax(eqn, values)
-    if name == "mul":
-        _multiply(trace, values, shapes)
-    for value, size in zip(values, map(math.prod, shapes), strict=True):
-        others = [x for x, s in zip(values, shapes, strict=True) if math.prod(s) > size]
-        if name == "select_n" and value is values[0]:
-            others = [x for x in values if x.sources]
-        result.choice -= trace.routes(value, others)
-    for value in _scales(name, made, shape):
-        trace.use(value, "elementwise", eqn)
-        made = [x for x in made if x is not value]
-    if name in SUMS and any(x.picked and x.data for x in made):  # rows are data
-        for value in [x for x in made if not x.data]:
-            trace.use(value, "elementwise", eqn)
-            made = [x for x in made if x is not value]
-    for value in active if name in ("mul", "div") and len(made) == 1 else ():
-        # w / (v @ w @ u), where v = w @ u: all that v and u come from are uses of w.
-        own, more = set(), {*value.sources}
-        while more and all(x.path in made[0].leaves for x in more):
-            own |= more
-            more = {y for x in more for y in trace.inputs_of[x]} - own
-        for use in own if not more else ():
-            trace.note("scales", use)
-    # (tokens, in, out) picked matrices times (tokens, 1, 1) weights are still matrices.
-    by = [s for x, s in zip(values, shapes, strict=True) if x.data and not x.leaves]
-    of_rows = [x for x in made if x.picked and fits and _is_of_rows(x, by)]
-    if active or not fits:
-        for value in [x for x in made if x not in of_rows]:
-            is_input = value.activated or name not in SUMS
-            if value.picked and name == "mul":
-                for x in active:
-                    trace.feed(x)
-            if fits and is_input and not value.has_all(shape):
-                data = trace.given(value, eqn)
-                result.sources |= data.sources
-                result.results |= data.results
-                # By a vector, this is a product if it is summed over.
-                for use in trace.use(value, "elementwise", eqn):
-                    if name == "mul" and (parts := value.leaves[use.path]):
-                        result.results[use] = parts
-            else:
-                trace.use(value, "elementwise" if fits else "opaque", eqn)
-        # Leaves stay matrices behind a mask or a scale of their elements; and a product
-        # of leaves (LoRA) where it is added to a frozen matrix.
-        masked = name in ("mul", "div", "select_n") and sum(n > 1 for n in shape) > 1
-        frozen = all(x.given_floats for x in active)
-        made = [
-            x
-            for x in made
-            if (fits and ((masked and x.has_all(shape)) or (frozen and x.of_two)))
-            or x in of_rows
-        ]
-    for value in made:
-        result = result.with_leaves(value, len(shape))
-    if name == "select_n" and not (values[0].data or values[0].leaves):
-        return result.moved(lambda parts: _diagonal(parts, shape))
-    return result
-
-
-def _is_of_rows(value: Value, by: Sequence[Shape]) -> bool:
-    """Whether factors of these shapes are the same along all axes of its leaves."""
-    own = {a for of in value.leaves.values() for a, x in enumerate(of) if axes_in([x])}
-    return all(shape[a] == 1 for shape in by if shape for a in own)
-
-
-def _repeated(value: Value, old: Shape, new: Shape) -> Value:
-    """A value without the axes along which its one element is repeated."""
-    if len(old) != len(new) or not value.leaves:
-        return value
-    places = [a for a, n in enumerate(old) if n == new[a]]
-    return value.moved(lambda parts: placed(parts, {a: a for a in places}, new))
-
-
-def _is_added(name: str, value: Value, values: Sequence[Value], shape: Shape) -> bool:
-    """Whether a value of leaves is added to activations, scales them or has a bias."""
-    others = [x for x in values if not x.leaves and x.data]
-    if any(not (x.noise or x.given_floats) for x in others):
-        return name in SUMS or not value.has_all(shape)
-    biases = [x for x in values if x.leaves and not {*x.leaves} & {*value.leaves}]
-    return name in SUMS and not all(x.has_all(shape) for x in biases)
-
-
-def _diagonal(parts: AxisParts, shape: Shape) -> AxisParts:
-    """The axes of a vector that a mask repeats along an axis of the same size."""
-    own = {n: x for x, n in zip(parts, shape, strict=True) if axes_in((x,))}
-    return tuple(
-        x if axes_in((x,)) else own.get(n, x) for x, n in zip(parts, shape, strict=True)
-    )
-
-
-def _fits(shape: Shape, other: Shape) -> bool:
-    """True if an operand of this shape is a scalar, or broadcast by its axes of 1."""
-    ones = {n for n, m in zip(shape, other, strict=False) if n != m}
-    return not shape or (len(shape) == len(other) and ones <= {1})
-
-
-def _scales(name: str, made: Sequence[Value], shape: Shape) -> list[Value]:
-    """Values made of leaves that only scale others, or noise that others get."""
-    whole = [x for x in made if x.has_all(shape)]
-    if not all(x.activated for x in whole):  # a function of one scales the other
-        whole = [x for x in whole if not x.activated]
-    scales = [
-        x
-        for x in made
-        if (name in ("mul", "div") and x not in whole) or (name in SUMS and x.noise)
-    ]
-    others = {leaf for x in made if x not in scales for leaf in x.leaves}
-    # w / norm(w, axis=0) and w / (v @ w @ u) scale their own leaf.
-    return [
-        x
-        for x in scales
-        if others and (not x.has_all(shape) or not others & {*x.leaves})
-    ]
-
-
-def _is_exponential(name: str, values: Sequence[Value]) -> bool:
-    """Whether it is a power of a constant, to data or leaves."""
-    is_power = name == "pow" and not (values[0].data or values[0].leaves)
-    return name in ("exp", "exp2") or is_power
-
-
-def _softmax(eqn: JaxprEqn, values: Sequence[Value]) -> str:
-    """`Value.softmax` of an elementwise operation; constants change nothing."""
-    name, of = eqn.primitive.name, [x.softmax for x in values if x.data]
-    if _is_exponential(name, values):
-        return SOFTMAX if of == [LOG_SOFTMAX] else EXPONENTIAL
-    if name == "log" and of == [EXPONENTIAL]:
-        return LOG
-    if name in SUMS and LOG in of:  # with the maximum, or x - log s
-        return LOG_SOFTMAX if name == "sub" and of[0] != LOG else LOG
-    is_inverse = (name == "div" and not values[0].data) or eqn.params.get("y") == -1
-    if is_inverse and of == [EXPONENTIAL]:
-        return RECIPROCAL
-    if name == "div" and of == [EXPONENTIAL] * 2:
-        return SOFTMAX
-    if name == "mul" and {*of} == {EXPONENTIAL, RECIPROCAL}:
-        return SOFTMAX
-    if {*of} == {EXPONENTIAL, SOFTMAX}:
-        return EXPONENTIAL
-    return of[0] if len({*of}) == 1 else ""
-
-
-def _multiply(trace: Trace, values: Sequence[Value], shapes: Sequence[Shape]) -> None:
-    """Find gates: of experts, for all elements of each; or slices of one result."""
-    for i, j in ((0, 1), (1, 0)):
-        if values[i].are_gates and math.prod(shapes[i]) < math.prod(shapes[j]):
-            places = [a for a, n in enumerate(shapes[i]) if n > 1]
-            for use, parts in values[j].outputs.items():
-                trace.note("gated", use, axes_in(parts, places))
-            for use, parts in values[i].outputs.items():
-                trace.note("gates", use, axes_in(parts))
-    for use in values[0].outputs.keys() & values[1].outputs.keys():
-        trace.note("multiplied", use)

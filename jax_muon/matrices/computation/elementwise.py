@@ -1,0 +1,340 @@
+"""Follow parameters through operations on each element: sums, scales, functions.
+
+Leaves that meet each other here are followed on, as in `w * scale` or `a @ b + w`.
+Where they meet data they are used: `x + bias`, `x * scale`. Behind a mask or a scale of
+all their elements they stay matrices as well, as in `x @ (w * mask)`.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jax.extend.core import JaxprEqn
+
+from jax_muon.base.jaxprs import shape_of
+from jax_muon.matrices.computation.trace import ELEMENTWISE, SUMS, Trace, rule
+from jax_muon.matrices.computation.values import (
+    EXPONENTIAL,
+    LOG,
+    LOG_SOFTMAX,
+    RECIPROCAL,
+    SOFTMAX,
+    AxisParts,
+    Shape,
+    Use,
+    Value,
+    axes_in,
+    joined,
+    placed,
+)
+
+SCALES = ("mul", "div")
+_ACTIVATIONS = {"tanh", "logistic", "max", "sin", "cos", "erf", "exp", "exp2"}
+_ACTIVATIONS |= {"expm1", "log1p"}
+_HIDING = {"triangular_solve", "ffi_call"}  # not elementwise if all fits
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation on each element of its operands.
+
+    A parameter of shape (1, 40) that is repeated to (16, 40) has a leaf along axis 1
+    alone.
+    """
+
+    trace: Trace
+    eqn: JaxprEqn
+    values: Sequence[Value]  # without the axes along which their elements are repeated
+
+    @property
+    def name(self) -> str:
+        """JAX's name of it."""
+        return str(self.eqn.primitive.name)
+
+    @functools.cached_property
+    def shape(self) -> Shape:
+        """The shape of the result."""
+        return shape_of(self.eqn.outvars[0]) if self.eqn.outvars else ()
+
+    @functools.cached_property
+    def shapes(self) -> list[Shape]:
+        """The shapes of the operands."""
+        return [shape_of(v) for v in self.eqn.invars]
+
+    @functools.cached_property
+    def fits(self) -> bool:
+        """False for an operation without a rule that mixes elements, such as an FFT."""
+        are_fitting = all(_fits(x, self.shape) for x in self.shapes)
+        return are_fitting and self.name not in _HIDING
+
+    @functools.cached_property
+    def made(self) -> list[Value]:
+        """The operands that are made of leaves."""
+        return [x for x in self.values if x.leaves]
+
+    @functools.cached_property
+    def active(self) -> list[Value]:
+        """The operands that are activations."""
+        return [x for x in self.values if x.data and not x.leaves and not x.noise]
+
+    @property
+    def chooses_by_itself(self) -> bool:
+        """Whether what is made of leaves chooses, as in where(w > 0, w, 0.1 * w)."""
+        return self.name == "select_n" and bool(self.values[0].leaves)
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is an activation function of leaves, not a clip of one alone."""
+        leaves = {leaf for x in self.made for leaf in x.leaves}
+        is_raw = len(leaves) == 1 and all(x.is_raw for x in self.made)
+        is_clipped = is_raw and (self.name == "max" or self.chooses_by_itself)
+        may_be = self.name in _ACTIVATIONS or self.chooses_by_itself
+        return bool(self.made) and may_be and not is_clipped
+
+
+@rule(ELEMENTWISE)
+def _elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """An operation on each element; or one without a rule."""
+    name = eqn.primitive.name
+    cases = values[1:] if name == "select_n" else []
+    if any(x.leaves for x in cases) and all(x == cases[0] for x in cases):
+        return cases[0]  # whatever chooses, as `vmap` does for the branches of a cond
+    shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
+    if name in SUMS and any(x.leaves and x.has_all(shape) for x in values):
+        values = [Value() if x.is_gradient else x for x in values]  # a step in the loss
+    pairs = zip(values, map(shape_of, eqn.invars), strict=True)
+    op = Operation(trace, eqn, [_repeated(*pair, shape) for pair in pairs])
+    result = _described(op, joined(values))
+    for value in op.made:
+        if not value.data and (op.is_function or _is_added(op, value)):
+            trace.note_input(value, eqn)
+    if name == "mul":
+        _note_gates(op)
+    for i in range(len(values)):
+        result.choice -= trace.routes(op.values[i], _weighed(op, i))
+    _note_scales_of_its_own_leaf(op)
+    used = _used_up(op)
+    for value in used:
+        trace.use(value, "elementwise", eqn)
+    left = [x for x in op.made if all(x is not y for y in used)]
+    if op.active or not op.fits:
+        left = _beside_data(op, left, result)
+    for value in left:
+        result = result.with_leaves(value, len(shape))
+    if name == "select_n" and not (values[0].data or values[0].leaves):
+        return result.moved(lambda parts: _diagonal(parts, shape))
+    return result
+
+
+def _fits(shape: Shape, other: Shape) -> bool:
+    """True if an operand of this shape is a scalar, or broadcast by its axes of 1."""
+    ones = {n for n, m in zip(shape, other, strict=False) if n != m}
+    return not shape or (len(shape) == len(other) and ones <= {1})
+
+
+def _repeated(value: Value, old: Shape, new: Shape) -> Value:
+    """A value without the axes along which its one element is repeated."""
+    if len(old) != len(new) or not value.leaves:
+        return value
+    places = [a for a, n in enumerate(old) if n == new[a]]
+    return value.moved(lambda parts: placed(parts, {a: a for a in places}, new))
+
+
+def _diagonal(parts: AxisParts, shape: Shape) -> AxisParts:
+    """The axes of a vector that a mask repeats along an axis of the same size.
+
+    Of where(eye(24), s[:, None], 0), with s (24,), both axes are the leaf's.
+    """
+    own = {n: x for x, n in zip(parts, shape, strict=True) if axes_in((x,))}
+    return tuple(
+        x if axes_in((x,)) else own.get(n, x) for x, n in zip(parts, shape, strict=True)
+    )
+
+
+# --- what the result is ---------------------------------------------------------------
+
+
+def _described(op: Operation, result: Value) -> Value:
+    """The result, without leaves: what it is a function of, and what it may become."""
+    name, made = op.name, op.made
+    if not op.fits:
+        result.results = {}
+    if len(op.values) > 1 or name != "convert_element_type":
+        for use in [x for x in result.outputs if x.kind == "elementwise"]:
+            del result.results[use]  # a product only if it is summed at once
+    result.noise &= name == "mul" or not made
+    if name == "eq":  # ids[:, None] == arange(96)
+        result.one_hot = sum(x.data for x in op.values) == 1
+    if name in SUMS:
+        # tanh(a @ b) + tanh(c) is still a function of leaves, tanh(a @ b) + c is none;
+        # but grid @ w + bias is: the grid's points are data then.
+        result.activated = bool(made) and all(x.activated for x in made)
+        moved = [x.constant for x in made]
+        result.activated |= any(
+            not x.has_all(op.shape, places) for x in made for places in moved
+        )
+    result.activated |= op.is_function
+    result.is_exponential |= _is_exponential(op)
+    pairs = zip(op.values, op.shapes, strict=True)
+    if name in SUMS and any(not (x.data or x.leaves or shape) for x, shape in pairs):
+        result.is_exponential = False  # 1 + exp(-x), as in a logistic function
+    result.softmax = _softmax(op)
+    return result
+
+
+def _is_exponential(op: Operation) -> bool:
+    """Whether it is a power of a constant, to data or leaves."""
+    if op.name == "pow":
+        return not (op.values[0].data or op.values[0].leaves)
+    return op.name in ("exp", "exp2")
+
+
+def _softmax(op: Operation) -> str:
+    """`Value.softmax` of the result; constants change nothing.
+
+    exp(x) / sum(exp(x)), e * (1 / s) and exp(x - log s) are the same.
+    """
+    name, of = op.name, [x.softmax for x in op.values if x.data]
+    if _is_exponential(op):
+        return SOFTMAX if of == [LOG_SOFTMAX] else EXPONENTIAL
+    if name == "log" and of == [EXPONENTIAL]:
+        return LOG
+    if name in SUMS and LOG in of:  # with the maximum, or x - log s
+        return LOG_SOFTMAX if name == "sub" and of[0] != LOG else LOG
+    of_data = name == "div" and op.values[0].data
+    is_inverse = (name == "div" and not of_data) or op.eqn.params.get("y") == -1
+    if is_inverse and of == [EXPONENTIAL]:
+        return RECIPROCAL
+    if of_data and of == [EXPONENTIAL] * 2:
+        return SOFTMAX
+    if name == "mul" and {*of} == {EXPONENTIAL, RECIPROCAL}:
+        return SOFTMAX
+    if {*of} == {EXPONENTIAL, SOFTMAX}:
+        return EXPONENTIAL
+    return of[0] if len({*of}) == 1 else ""
+
+
+# --- leaves beside each other ---------------------------------------------------------
+
+
+def _is_added(op: Operation, value: Value) -> bool:
+    """Whether a value of leaves is added to activations, scales them or has a bias."""
+    others = [x for x in op.values if not x.leaves and x.data]
+    if any(not (x.noise or x.given_floats) for x in others):
+        return op.name in SUMS or not value.has_all(op.shape)
+    biases = [x for x in op.made if not {*x.leaves} & {*value.leaves}]
+    return op.name in SUMS and not all(x.has_all(op.shape) for x in biases)
+
+
+def _used_up(op: Operation) -> list[Value]:
+    """Values of leaves that only scale others, noise, and what picked rows get.
+
+    Of w (24, 40) * s (40,) only w can be a matrix afterwards.
+    """
+    whole = [x for x in op.made if x.has_all(op.shape)]
+    if not all(x.activated for x in whole):  # a function of one scales the other
+        whole = [x for x in whole if not x.activated]
+    scales = [
+        x
+        for x in op.made
+        if (op.name in SCALES and x not in whole) or (op.name in SUMS and x.noise)
+    ]
+    others = {leaf for x in op.made if x not in scales for leaf in x.leaves}
+    # w / norm(w, axis=0) and w / (v @ w @ u) scale their own leaf.
+    used = [
+        x
+        for x in scales
+        if others and (not x.has_all(op.shape) or not others & {*x.leaves})
+    ]
+    left = [x for x in op.made if x not in used]
+    if op.name in SUMS and any(x.picked and x.data for x in left):  # rows are data
+        used += [x for x in left if not x.data]
+    return used
+
+
+# --- leaves beside data ---------------------------------------------------------------
+
+
+def _beside_data(op: Operation, made: Sequence[Value], result: Value) -> list[Value]:
+    """Use what is made of leaves; the part of it that is followed on all the same.
+
+    Leaves stay matrices behind a mask or a scale of their elements, and a product of
+    leaves (LoRA) where it is added to a frozen matrix.
+    """
+    # (tokens, in, out) picked matrices times (tokens, 1, 1) weights are still matrices.
+    factors = zip(op.values, op.shapes, strict=True)
+    by = [shape for x, shape in factors if x.data and not x.leaves]
+    of_rows = [x for x in made if x.picked and op.fits and _is_of_rows(x, by)]
+    for value in [x for x in made if x not in of_rows]:
+        is_input = value.activated or op.name not in SUMS
+        if value.picked and op.name == "mul":
+            for x in op.active:
+                op.trace.feed(x)
+        if op.fits and is_input and not value.has_all(op.shape):
+            data = op.trace.given(value, op.eqn)
+            result.sources |= data.sources
+            result.results |= data.results
+            # By a vector, this is a product if it is summed over.
+            for use in op.trace.use(value, "elementwise", op.eqn):
+                if op.name == "mul" and (parts := value.leaves[use.path]):
+                    result.results[use] = parts
+        else:
+            kind = "elementwise" if op.fits else "opaque"
+            op.trace.use(value, kind, op.eqn)
+    is_scale = op.name in (*SCALES, "select_n") and sum(n > 1 for n in op.shape) > 1
+    frozen = all(x.given_floats for x in op.active)
+
+    def stays(x: Value) -> bool:
+        return (is_scale and x.has_all(op.shape)) or (frozen and x.of_two)
+
+    return [x for x in made if (op.fits and stays(x)) or x in of_rows]
+
+
+def _is_of_rows(value: Value, by: Iterable[Shape]) -> bool:
+    """Whether factors of these shapes are the same along all axes of its leaves."""
+    own = {a for of in value.leaves.values() for a, x in enumerate(of) if axes_in([x])}
+    return all(shape[a] == 1 for shape in by if shape for a in own)
+
+
+def _note_scales_of_its_own_leaf(op: Operation) -> None:
+    """Note a power iteration: w / (v @ w @ u), where v = w @ u, as a spectral norm.
+
+    All that v and u come from are uses of w, which are no products of the model.
+    """
+    for value in op.active if op.name in SCALES and len(op.made) == 1 else ():
+        own: set[Use] = set()
+        more = {*value.sources}
+        while more and all(x.path in op.made[0].leaves for x in more):
+            own |= more
+            more = {y for x in more for y in op.trace.inputs_of[x]} - own
+        for use in own if not more else ():
+            op.trace.note("scales", use)
+
+
+# --- gates ----------------------------------------------------------------------------
+
+
+def _note_gates(op: Operation) -> None:
+    """Note gates: of experts, for all elements of each; or slices of one result.
+
+    Gates (16, 5, 1) multiply (16, 5, 40), the outputs of five experts.
+    """
+    values, sizes = op.values, [*map(math.prod, op.shapes)]
+    for i, j in ((0, 1), (1, 0)):
+        if values[i].are_gates and sizes[i] < sizes[j]:
+            places = [a for a, n in enumerate(op.shapes[i]) if n > 1]
+            for use, parts in values[j].outputs.items():
+                op.trace.note("gated", use, axes_in(parts, places))
+            for use, parts in values[i].outputs.items():
+                op.trace.note("gates", use, axes_in(parts))
+    for use in values[0].outputs.keys() & values[1].outputs.keys():
+        op.trace.note("multiplied", use)
+
+
+def _weighed(op: Operation, i: int) -> list[Value]:
+    """What an operand may choose from: what is larger, or all that a mask selects."""
+    if op.name == "select_n" and i == 0:
+        return [x for x in op.values if x.sources]
+    sizes = [*map(math.prod, op.shapes)]
+    return [x for x, n in zip(op.values, sizes, strict=True) if n > sizes[i]]
