@@ -62,6 +62,11 @@ class Product:
         return [shape_of(v) for v in self.eqn.invars[:2]]
 
     @functools.cached_property
+    def is_constant(self) -> list[bool]:
+        """Whether an operand depends on neither parameters nor data."""
+        return [not x.data and not x.leaves for x in self.values]
+
+    @functools.cached_property
     def free(self) -> list[list[int]]:
         """The axes that the result keeps, beside the batch."""
         used = [(*self.contract[i], *self.batch[i]) for i in (0, 1)]
@@ -130,84 +135,106 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 
 
 def _multiplied(trace: Trace, product: Product) -> Value:
-    eqn, contract = product.eqn, product.contract
-    for at, value in enumerate(product.values):
-        other = product.values[1 - at]
+    for i, value in enumerate(product.values):
+        other = product.values[1 - i]
         # Backwards, what was summed is repeated: g (40,) of y.sum(0), y (16, 40), is
         # multiplied by ones (16,), and no axis is contracted.
-        if value.picked and not (other.leaves or other.data or any(contract)):
-            return value.moved(functools.partial(product.placed, at))
-    i = product.weight()
-    if i is None:
-        # a (24, 6) @ b (6, 40), LoRA: two leaves. q (2, 16, 24) . k (2, 16, 24): none.
-        if all(x.leaves and not x.data for x in product.values):
-            return _of_leaves(trace, product)
-        return _of_activations(trace, product)
+        if value.picked and not (other.leaves or other.data or any(product.contract)):
+            return value.moved(functools.partial(product.placed, i))
+    weight = product.weight()
+    if weight is not None:
+        other = product.values[1 - weight]
+        is_moved = not other.leaves and (other.one_hot or not other.data)
+        if is_moved and not trace.is_transposed(product.eqn):
+            return _moved(trace, product, weight)
+        return _of_weight(trace, product, weight)
+    # a (24, 6) @ b (6, 40), LoRA: two leaves. q (2, 16, 24) . k (2, 16, 24): none.
+    if all(x.leaves and not x.data for x in product.values):
+        return _of_leaves(trace, product)
+    return _of_activations(trace, product)
+
+
+def _moved(trace: Trace, product: Product, i: int) -> Value:
+    """Leaves, of which one-hot rows pick some, or whose axes a constant matrix moves.
+
+    One-hot rows (16, 96) @ w (96, 24) are a lookup. A constant q (24, 24) @ w (24, 40)
+    moves w: axis 0 is q's now, and marked unless q only permutes.
+    """
     weight, other = product.values[i], product.values[1 - i]
-    of_weight, of_other = product.contract[i], product.contract[1 - i]
-    is_transposed = trace.is_transposed(eqn)
-    if not is_transposed and not other.leaves and (other.one_hot or not other.data):
-        # One-hot rows (16, 96) @ w (96, 24) are a lookup. A constant q (24, 24) @ w
-        # (24, 40) moves w: axis 0 is q's now, and marked unless q only permutes.
-        change = product.placed if other.one_hot else product.turned
-        result = weight.moved(functools.partial(change, i))
-        if not other.one_hot and not _is_permutation(other, product.shapes[1 - i]):
-            result = result.with_side(CONSTANT, weight.axes_in(of_weight))
-        return pick(trace, eqn, result, other)
-    other = trace.given(other, eqn)
+    change = product.placed if other.one_hot else product.turned
+    result = weight.moved(functools.partial(change, i))
+    if not other.one_hot and not _is_permutation(other, product.shapes[1 - i]):
+        result = result.with_side(CONSTANT, weight.axes_in(product.contract[i]))
+    return pick(trace, product.eqn, result, other)
+
+
+def _of_weight(trace: Trace, product: Product, i: int) -> Value:
+    """A product of leaves, operand i, and an activation: the use that makes matrices.
+
+    x (2, 16, 24) @ w (24, 40): axis 0 of w is in, axis 1 out. Experts w (5, 24, 40)
+    have a batch, axis 0. Backwards, g (2, 16, 40) @ w.T contracts the outputs.
+    """
+    eqn, is_transposed = product.eqn, trace.is_transposed(product.eqn)
+    weight, of_weight = product.values[i], product.contract[i]
+    other = trace.given(product.values[1 - i], eqn)
     inside, outside = (OUT, IN) if is_transposed else (IN, OUT)
-    # x (2, 16, 24) @ w (24, 40): axis 0 of w is in, axis 1 out. Experts w (5, 24, 40)
-    # have a batch, axis 0. Backwards, g (2, 16, 40) @ w.T contracts the outputs.
     side = dict.fromkeys(of_weight, inside) | dict.fromkeys(product.batch[i], BATCH)
     sides = [side.get(a, outside) for a in range(len(product.shapes[i]))]
     kind = "convolved" if "padding" in eqn.params else "contracted"
     uses = trace.use(weight, kind, eqn, sides, by=other)
-    for use in uses:
-        if other.are_gates:
-            trace.note("by gates", use)
-        loops = weight.rows.items() if not is_transposed else ()
+    for use in uses if not is_transposed else ():
         # lax.map(lambda row: x @ row, w.T): x does not turn with the rows, so they are
         # outputs. With x[i] @ w[i] it does, and they are a batch.
-        own = {a for (x, a), n in loops if x == use.path and n not in other.turns}
+        rows = [(x, a) for (x, a), n in weight.rows.items() if n not in other.turns]
+        own = {a for x, a in rows if x == use.path}
         trace.note("in turns", use, own & {*trace.cut_off(weight, use.path)})
-    for before, parts in other.outputs.items():
-        for place, a in zip(of_other, of_weight, strict=True):
-            for use in uses:
-                axes, others = (
-                    axes_in(parts, [place]),
-                    axes_in(weight.leaves[use.path], [a]),
-                )
-                trace.note(
-                    "contracts", before, axes, other=use, others=frozenset(others)
-                )
-        trace.note("batched", before, axes_in(parts, product.batch[1 - i]))
-    # exp(q k^T - max) @ v: scores (2, 4, 16, 16) meet values (2, 16, 4, 6) along keys.
-    for scores, parts in other.results.items() if not is_transposed else ():
-        keys = axes_in(parts, of_other)
-        if isinstance(scores, Scores) and other.is_exponential and len(keys) == 1:
-            _attend(trace, scores, min(keys), other, of_other, uses)
+    _note_factor(trace, product, i, other, uses)
     results: Results = {u: product.placed(i, weight.leaves[u.path]) for u in uses}
     if _may_be_data(weight, of_weight, trace.shapes) and not is_transposed:
-        wide = any(_is_wide(trace.shapes[x.path], x.sides) for x in uses)
-        is_last = _is_last(weight, of_weight, trace.shapes)
-        for use in uses if wide and is_last else ():
-            if weight.inner(use.path):
-                trace.note("either", use)
-        inputs = frozenset(
-            x.path
-            for x in uses
-            if {CONSTANT} not in x.sides.values()
-            and not (weight.of_two and {IN} in x.sides.values())
-        )
-        operands = frozenset(uses), frozenset(other.outputs)
-        operands = operands if i == 0 else operands[::-1]
-        results |= _scores(product, Scores(operands, inputs))
-    return Value(
-        data=True,
-        results=results,
-        sources=frozenset(uses),
-        turns=weight.turns | other.turns,
-    )
+        results |= _as_scores(trace, product, i, other, uses)
+    turns = weight.turns | other.turns
+    return Value(data=True, results=results, sources=frozenset(uses), turns=turns)
+
+
+def _note_factor(
+    trace: Trace, product: Product, i: int, other: Value, uses: Sequence[Use]
+) -> None:
+    """Note what a product with leaves, operand i, says of its other operand."""
+    for use in uses if other.are_gates else ():
+        trace.note("by gates", use)
+    weight, of_other = product.values[i], product.contract[1 - i]
+    for before, parts in other.outputs.items():
+        for place, a in zip(of_other, product.contract[i], strict=True):
+            for use in uses:
+                met = frozenset(axes_in(weight.leaves[use.path], [a]))
+                axes = axes_in(parts, [place])
+                trace.note("contracts", before, axes, other=use, others=met)
+        trace.note("batched", before, axes_in(parts, product.batch[1 - i]))
+    _note_attention(trace, product.eqn, other, of_other, uses)
+
+
+def _as_scores(
+    trace: Trace, product: Product, i: int, other: Value, uses: Sequence[Use]
+) -> Results:
+    """The scores that a product with leaves may be, if these are like data.
+
+    q (2, 16, 24) @ rows.T, of learned rows (9, 24), may be compared with keys, or may
+    be an ordinary product: only a softmax of the result tells.
+    """
+    weight = product.values[i]
+    wide = any(_is_wide(trace.shapes[x.path], x.sides) for x in uses)
+    is_last = _is_last(weight, product.contract[i], trace.shapes)
+    for use in uses if wide and is_last else ():
+        if weight.inner(use.path):
+            trace.note("either", use)
+
+    def may_be_input(use: Use) -> bool:
+        is_matrix = weight.of_two and {IN} in use.sides.values()
+        return {CONSTANT} not in use.sides.values() and not is_matrix
+
+    inputs = frozenset(use.path for use in uses if may_be_input(use))
+    operands = frozenset(uses), frozenset(other.outputs)
+    return _scores(product, Scores(operands if i == 0 else operands[::-1], inputs))
 
 
 _MOST_ROWS = 4096  # of a constant whose numbers are computed: 64 MiB
@@ -281,57 +308,89 @@ def _pairs(axes: Mapping[str, Iterable[int]]) -> list[tuple[str, int]]:
 
 
 def _of_activations(trace: Trace, product: Product) -> Value:
-    """A product of two activations, or of constants."""
-    values, contract = product.values, product.contract
-    is_transposed = trace.is_transposed(product.eqn)
+    """A product of two activations, or of constants: no use of a leaf.
+
+    It may be attention, mix matrices by gates, or be one with a frozen kernel.
+    """
+    values, eqn = product.values, product.eqn
     result = replace(joined(values), one_hot=False, results={})
-    constants = [not x.data and not x.leaves for x in values]
-    if any(constants):
+    if any(product.is_constant):
         pairs = zip(values, values[::-1], product.shapes[::-1], strict=True)
         result.one_hot = any(x.one_hot and _is_permutation(y, s) for x, y, s in pairs)
         result.softmax = next((x.softmax for x in values if x.data), "")
     else:
         result.is_exponential = False
-    for i, (value, other) in enumerate((values, values[::-1])):
-        result.choice -= trace.routes(other, [value])
-        trace.use(value, "elementwise", product.eqn)
-        inside = {x: axes_in(y, contract[i]) for x, y in value.results.items()}
-        is_matrix = len(product.shapes[1 - i]) > 1 or bool(other.turns - value.turns)
-        is_kernel = other.given_floats and is_matrix and not is_transposed
-        is_kernel &= not product.batch[0]
-        is_picked = bool(other.picked) and not is_transposed
-        if (is_kernel or is_picked) and any(inside[x] for x in value.outputs):
+    for i, value in enumerate(values):
+        result.choice -= trace.routes(values[1 - i], [value])
+        trace.use(value, "elementwise", eqn)
+        if not trace.is_transposed(eqn) and _is_by_kernel(product, i):
             trace.feed(value)
+        place = product.turned if product.is_constant[1 - i] else product.placed
+        if not product.is_constant[1 - i]:
+            others = values[1 - i].outputs
+            _note_attention(trace, eqn, value, product.contract[i], others)
         for x, parts in value.results.items():
-            if isinstance(x, Scores):
-                if constants[1 - i]:
-                    result.results[x] = product.turned(i, parts)
-                elif value.is_exponential and len(inside[x]) == 1 and not is_transposed:
-                    _attend(trace, x, min(inside[x]), value, contract[i], other.outputs)
-                continue
-            if other.outputs and not is_transposed:
-                for heads in _heads(x, parts, product, i):
-                    trace.note("heads", x, about=heads)
-            if not other.outputs:
-                trace.note("batched", x, axes_in(parts, product.batch[i]))
-            if other.are_gates:
-                trace.note("weighed", x, inside[x])
-            if not contract[i] and other.are_gates:  # they only multiply
-                trace.note("gated", x, axes_in(parts, product.batch[i]))
-            if not contract[i] and value.are_gates:
-                trace.note("gates", x, axes_in(parts))
-            outside = frozenset(axes_in(parts, product.free[i]))
-            trace.note("mixed", x, inside[x], others=outside)
-            place = product.turned if constants[1 - i] else product.placed
-            result.results[x] = place(i, parts)
-        if value.one_hot and not contract[i]:  # its classes are gates of what is next
-            gates = Use(-id(product.eqn), "", "gates", "", (product.eqn,))
+            if isinstance(x, Use):
+                _note_result(trace, product, i, x, parts)
+            if isinstance(x, Use) or product.is_constant[1 - i]:
+                result.results[x] = place(i, parts)
+        if value.one_hot and not product.contract[i]:  # its classes are gates
+            gates = Use(-id(eqn), "", "gates", "", (eqn,))
             trace.note("gates", gates, [0])
             result.results[gates] = _free(product, i, 0)
     left, right = (frozenset(value.outputs) for value in values)
-    if left and right:
+    if left and right:  # q (2, 16, 24) . k (2, 16, 24)
         result.results |= _scores(product, Scores((left, right)))
     return result
+
+
+def _is_by_kernel(product: Product, i: int) -> bool:
+    """Whether a frozen kernel, or rows that data picked, take results of operand i.
+
+    A frozen kernel comes from the arguments, and is a matrix, as (24, 40) is.
+    """
+    value, other = product.values[i], product.values[1 - i]
+    is_matrix = len(product.shapes[1 - i]) > 1 or bool(other.turns - value.turns)
+    is_kernel = other.given_floats and is_matrix and not product.batch[0]
+    inside = [axes_in(parts, product.contract[i]) for parts in value.outputs.values()]
+    return (is_kernel or bool(other.picked)) and any(inside)
+
+
+def _note_result(
+    trace: Trace, product: Product, i: int, use: Use, parts: AxisParts
+) -> None:
+    """Note what this product says of a use whose result is in operand i."""
+    value, other = product.values[i], product.values[1 - i]
+    inside, outside, along = (
+        axes_in(parts, axes[i])
+        for axes in (product.contract, product.free, product.batch)
+    )
+    if not other.outputs:
+        trace.note("batched", use, along)
+    elif not trace.is_transposed(product.eqn):
+        for heads in _heads(use, parts, product, i):
+            trace.note("heads", use, about=heads)
+    if other.are_gates:
+        trace.note("weighed", use, inside)
+    if not product.contract[i]:  # they only multiply
+        trace.note("gated", use, along if other.are_gates else ())
+        trace.note("gates", use, axes_in(parts) if value.are_gates else ())
+    trace.note("mixed", use, inside, others=frozenset(outside))
+
+
+def _note_attention(
+    trace: Trace, eqn: JaxprEqn, weights: Value, along: Axes, values: Collection[Use]
+) -> None:
+    """Note an attention, if `weights` are exponentials of scores, summed along keys.
+
+    exp(q k^T - max) (2, 4, 16, 16) meets values (2, 16, 4, 6) along the keys.
+    """
+    for scores, parts in (
+        weights.results.items() if not trace.is_transposed(eqn) else ()
+    ):
+        keys = axes_in(parts, along)
+        if isinstance(scores, Scores) and weights.is_exponential and len(keys) == 1:
+            _attend(trace, scores, min(keys), weights, along, values)
 
 
 def _heads(use: Use, parts: AxisParts, product: Product, i: int) -> set[Heads]:
