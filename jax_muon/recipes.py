@@ -78,7 +78,7 @@ def nanochat(
       weight_decay_mask: which matrices decay: a tree of True and False, of parameters
         or modules, or a function of the parameters that returns it; None for all.
       beta2: decay of NorMuon's mean squares of neurons, in [0, 1), a number or a
-        schedule; None for that of the version.
+        schedule; None for the version's.
       ns_steps: number of quintics of the polar factor, a Python integer; None for 5.
       dtype: of the polar iteration; None for "bfloat16", fast on GPUs. "float32" is
         exact.
@@ -392,8 +392,8 @@ def teon(
       learning_rate: :math:`\eta` of the matrices, a number or a schedule.
       matrices: which parameters are matrices: what
         `jax_muon.find_matrices(params, loss_fn, batch)` returns, or labels; see
-        `partition`. Without `joins`, queries, keys and values are joined two by two,
-        and a reading that shows none of two layers is an error at init.
+        `partition`. Without `joins`, queries, keys and values are joined two by two;
+        if there are none in two layers, init raises an error.
       adamw: the optimizer of all other parameters, any optax transform: the one that
         trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
         in `groups`.

@@ -29,7 +29,7 @@ _NUMBER = "{i}"
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """Matrices of one or several leaves, K of which make one.
+    """Matrices of one or several leaves, joined K at a time.
 
     Several leaves give one matrix each, all of their batch. One leaf gives the matrices
     from `start` to `stop` of its batch; the next matrix of the same join is `inner`

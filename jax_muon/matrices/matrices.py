@@ -229,7 +229,7 @@ class Matrices(Mapping[str, Parameter]):
         )
 
 
-# What pieces take: a reading, of a larger tree perhaps, or a function of what they see.
+# A piece takes a reading, perhaps of a larger tree, or a function of the tree it sees.
 Given: TypeAlias = Matrices | Callable[[Any], Matrices] | None
 
 

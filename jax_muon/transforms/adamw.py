@@ -46,7 +46,8 @@ def adamw(
       weight_decay: :math:`\lambda`, times the learning rate; a number or a schedule.
       mask: which parameters decay: a tree of booleans with the paths of the parameters
         or of modules, or a function of the parameters that returns one; None for all.
-      mu_dtype: dtype of the first moment; None for that of the computation.
+      mu_dtype: dtype of the first moment; None for float32, or a wider dtype of the
+        parameters.
 
     Raises:
       ValueError: at update, params=None, unless weight_decay is 0.

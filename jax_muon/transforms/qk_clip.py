@@ -72,7 +72,7 @@ def clip_qk(
       A transform whose state counts the heads clipped in the last step. Update needs
       the parameters and `max_logits`: a tree of arrays (\*layers, heads), one for each
       attention module, with the largest logit of every query head over all devices (see
-      `max_aux` of `make_train_step`). Its path is that of the module, a prefix of it or
+      `max_aux` of `make_train_step`). Its path is the module's, a prefix of it or
       below it, such as what linen's `sow` collects; of one module the array alone will
       do. Kernels have the shape (\*layers, embed, heads * head_dim), or (\*layers,
       embed, heads, head_dim), with layers at `layers_axis`; biases have no embed. The

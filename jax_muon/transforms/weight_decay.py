@@ -109,10 +109,10 @@ def check_mask(name: str, mask: Mask) -> None:
 
 
 def of_whole_tree(mask: Mask, tree: optax.Params) -> Mask:
-    """The mask of all parameters, which a function is asked for, as a tree.
+    """The mask as a tree, after calling one that is a function with all parameters.
 
-    Raises a ValueError for entries of no parameter. Parameters that are absent, as in
-    `optax.multi_transform` those of other transforms, may have one.
+    Raises a ValueError for an entry that names no parameter, unless one is absent: in
+    `optax.multi_transform` a MaskedNode replaces the parameters of other transforms.
     """
     mask = mask(tree) if trees.is_function(mask) else mask
     entries = dict(trees.leaves_with_paths(mask))
