@@ -88,7 +88,7 @@ def partition(
         if labels == {ADAMW} and MUON in groups:
             warnings.warn(
                 f"no parameter is a matrix: all have the label {ADAMW!r}, and get the "
-                f"optimizer that is adamw= of a recipe{checks.of_vector(params)}",
+                f"optimizer that is adamw= of a recipe{checks.vector_hint(params)}",
                 stacklevel=2,
             )
         unused = groups.keys() - labels - {MUON, ADAMW}
@@ -115,7 +115,7 @@ def partition(
         except (AttributeError, KeyError, TypeError, ValueError):
             right = jax.eval_shape(tx.init, updates if params is None else params)
             checks.check_state(state, right)
-            checks.not_dicts(state, right)
+            checks.check_no_dicts(state, right)
             raise
         checks.check_state(state, new)  # transforms may broadcast one of another shape
         checks.check_alike("update", stepped, "gradient", updates)

@@ -14,6 +14,7 @@ if importlib.metadata.version("jaxlib").startswith(("0.10.", "0.11.0")):
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import hypothesis
 import jax
 import numpy as np
 import pytest
@@ -24,6 +25,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Programs are large trees of Python objects that live on; looking through them for
 # garbage as often as Python does by itself is a tenth of the suite's time.
 gc.set_threshold(50_000, 50, 100)
+
+# No test asserts a time, and a processor that others use as well is slow.
+hypothesis.settings.register_profile("any speed", deadline=None)
+hypothesis.settings.load_profile("any speed")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -154,8 +154,8 @@ def test_no_file_imports_from_a_higher_floor():
         here = floors[parts[0]]
         tree = ast.parse(file.read_text())
         types = [x for x in tree.body if ast.unparse(x).startswith("if TYPE_CHECKING:")]
-        # One file knows higher floors: it has the types of what they record.
-        assert bool(types) == (parts == ("base", "facts")), file
+        # The base may name types of higher floors, for what these record and set there.
+        assert not types or parts[0] == "base", file
         for node in ast.walk(tree):
             if any(node in x.body for x in types):
                 continue

@@ -1,23 +1,27 @@
-"""What the types of arrays show: their mesh, and how they are sharded on it."""
+"""The mesh of arrays and how they are sharded on it, as their types show."""
 
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+if TYPE_CHECKING:  # of a higher floor, whose module sets it here
+    from jax_muon.mesh.communicator import Scans
 
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """What a transform or a loss is traced in, where types of arrays do not show it."""
+    """Facts about the code that is being traced which types of arrays do not show."""
 
-    trusted: bool = False  # in `on_replicas`, which takes all arrays for whole
-    users_mesh: AbstractMesh | None = None  # outside `on_mesh`; None if in none
+    trusted: bool = False  # in `on_replicas`: every device has whole arrays
+    users_mesh: AbstractMesh | None = None  # inside `on_mesh`: the mesh around it
     devices_per_host: int = 8  # neighbours on the mesh of `on_mesh`
-    scans: Any = None  # in the loss of a train step; see `mesh/communicator.py`
+    scans: "Scans | None" = None  # in the loss of a train step
 
 
 _NONE = Surroundings()
@@ -25,13 +29,16 @@ _surroundings = contextvars.ContextVar("jax_muon_surroundings", default=_NONE)
 
 
 def surroundings() -> Surroundings:
-    """Those of what is being traced."""
+    """The surroundings of the code that is being traced."""
     return _surroundings.get()
 
 
 @contextlib.contextmanager
 def setting(**changes: Any) -> Iterator[None]:
-    """These fields of the surroundings have other values inside the `with` block."""
+    """Inside the `with` block, fields of the surroundings have these values.
+
+    `with setting(trusted=True): tx.update(...)` is what `on_replicas` does.
+    """
     token = _surroundings.set(dataclasses.replace(surroundings(), **changes))
     try:
         yield
@@ -54,7 +61,7 @@ def on_users_axes() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if mesh is None else on(mesh)
 
 
-def own_sharding(x: Any) -> NamedSharding | None:
+def own_sharding(x: object) -> NamedSharding | None:
     """The NamedSharding of an array, a tracer or a shape; None if it has none.
 
     For a tracer this reads the type. Its attribute `sharding` raises an error, and JAX
@@ -65,12 +72,15 @@ def own_sharding(x: Any) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
-def is_explicit(x: Any) -> bool:
-    """True for an array on Explicit mesh axes, whose type shows its spec."""
+def is_explicit(x: object) -> bool:
+    """True for an array on Explicit mesh axes, whose type shows its spec.
+
+    `jax.typeof(x)` is then `float32[1024@data,768]`; on Auto axes float32[1024,768].
+    """
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
-def replicated(tree: Any) -> Any:
+def replicated(tree: PyTree) -> PyTree:
     """The tree with its arrays replicated, where types show how they are sharded."""
     if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
         return tree
@@ -79,10 +89,15 @@ def replicated(tree: Any) -> Any:
     )
 
 
-def arrays_and_others(extra_args: dict[str, Any]) -> tuple[dict, dict]:
-    """Extra arguments that are trees of arrays, and all others."""
-    arrays: dict[str, Any] = {}
-    others: dict[str, Any] = {}
+def arrays_and_others(
+    extra_args: Mapping[str, PyTree],
+) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+    """Extra arguments that are trees of arrays, and all others.
+
+    Of max_logits={"q": Array}, value_fn=loss: the first is traced, the second is not.
+    """
+    arrays: dict[str, PyTree] = {}
+    others: dict[str, PyTree] = {}
     for name, value in extra_args.items():
         leaves = jax.tree.leaves(value)
         are_arrays = leaves and all(hasattr(x, "shape") for x in leaves)
@@ -90,20 +105,23 @@ def arrays_and_others(extra_args: dict[str, Any]) -> tuple[dict, dict]:
     return arrays, others
 
 
-def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
+def check_same_everywhere(what: str, flat: Sequence[tuple[str, Array]]) -> None:
     """Raise a ValueError if arrays inside shard_map may differ between devices.
 
-    Not over mesh axes of one device, nor where the user says so by `on_replicas`.
+    Under in_specs=P("data"), a parameter (1024, 768) is a block (128, 768) on each of
+    eight devices, and each block would get a separate polar factor. Mesh axes of one
+    device are not checked, and nothing is inside `on_replicas`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = tuple(name for name in mesh.manual_axes if mesh.shape[name] > 1)
     if surroundings().trusted or not manual or not flat:
         return
 
-    def varying(x: Any) -> set[str]:
+    def varying(x: Array) -> set[str]:
         return {*jax.typeof(x).manual_axis_type.varying}
 
-    # A device's index differs between devices; without check_vma its type is like any.
+    # A device's index varies over "data". If its type does not say so, check_vma is
+    # False, and no type says anything.
     if not varying(jax.lax.axis_index(manual)):
         raise ValueError(
             f"{what} is inside jax.pmap, or shard_map with check_vma=False, where JAX "
@@ -121,8 +139,8 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
             )
 
 
-def mesh_of_types(flat: Sequence[tuple[str, Any]]) -> Any:
-    """The mesh with Explicit axes of these arrays; None for whole ones in shard_map.
+def mesh_of_types(flat: Sequence[tuple[str, Array]]) -> AbstractMesh | None:
+    """The Explicit mesh of these arrays; None on one device, or for whole arrays.
 
     Raises a ValueError for an array whose type does not show how it is sharded.
     """

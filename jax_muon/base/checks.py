@@ -1,19 +1,26 @@
-"""Checks of what would be silently wrong, or fail with an error that explains nothing.
+"""Checks of what JAX would take silently, or reject without an explanation.
 
-The ValueErrors name the argument, its value and what is expected.
+`check_*` refuses a value and returns nothing; `as_*` also returns it, converted. The
+ValueErrors name the argument, its value and the values that would do.
 """
 
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from types import UnionType
+from typing import Any, NoReturn, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import PyTree
 
 from jax_muon.base import trees
+
+# A Python number, or an array of `optax.inject_hyperparams`.
+Number = TypeVar("Number", bound=ArrayLike)
 
 _HOLDS: dict[str, Callable[[float], bool]] = {
     "above 0": lambda x: x > 0,
@@ -24,8 +31,8 @@ _HOLDS: dict[str, Callable[[float], bool]] = {
 }
 
 
-def refuse(name: str, value: Any, expected: str) -> NoReturn:
-    """Raise the ValueError about an argument."""
+def refuse(name: str, value: object, expected: str) -> NoReturn:
+    """Raise a ValueError, such as `ns_steps=0; expected a Python integer of ...`."""
     text = repr(value)
     text = text if len(text) <= 300 else f"{text[:300]}..."
     raise ValueError(f"{name}={text}; expected {expected}")
@@ -39,58 +46,67 @@ def as_strings(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(value)
 
 
-def check_kind(name: str, value: Any, types: Any, expected: str) -> None:
+def check_kind(
+    name: str, value: object, types: type | UnionType | tuple[type, ...], expected: str
+) -> None:
     """The value must be an instance of one of these types."""
     if not isinstance(value, types):
         refuse(name, value, expected)
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """The value must be one of these strings."""
     if not isinstance(value, str) or value not in choices:
         refuse(name, value, f"one of {', '.join(map(repr, choices))}")
 
 
-def check_count(name: str, value: Any, *, least: int = 1) -> None:
+def check_count(name: str, value: object, *, least: int = 1) -> None:
     """The value must be a Python or NumPy integer of at least `least`."""
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not whole or value < least:
+    is_count = isinstance(value, (int, np.integer)) and value >= least
+    if not is_count or isinstance(value, bool):
         expected = f"a Python integer of at least {least}"
         refuse(name, value, expected + injected(value, name))
 
 
-def injected(value: Any, name: str) -> str:
+def injected(value: object, name: str) -> str:
     """What to write if `optax.inject_hyperparams` made this argument an array."""
     where = f"; under optax.inject_hyperparams name it in static_args=({name!r},)"
     return where if isinstance(value, jax.Array) else ""
 
 
-def as_number(name: str, value: Any, limits: str, *, others: str = "") -> Any:
-    """A finite number within these limits as a Python float, or a tracer as it is."""
+def as_number(name: str, value: Number, limits: str, *, others: str = "") -> Number:
+    """A finite number within these limits as a Python float; a tracer unchanged.
+
+    Numbers of NumPy become floats, which are weak: float32 times np.float64(0.1) is
+    float64 under x64, and float32 times 0.1 is not. NaN fails every comparison.
+    """
     if isinstance(value, jax.core.Tracer):
         return value
+    number: Any = value
     try:
-        converted = math.nan if isinstance(value, (bool, str)) else float(value)
+        converted = math.nan if isinstance(value, (bool, str)) else float(number)
     except (TypeError, ValueError):
         converted = math.nan
     if not math.isfinite(converted) or not _HOLDS[limits](converted):
         refuse(name, value, f"a finite number {limits}{others}")
-    return converted
+    return cast(Number, converted)
 
 
-def as_rate(name: str, value: Any, limits: str = "of at least 0") -> Any:
+def as_rate(
+    name: str, value: optax.ScalarOrSchedule, limits: str = "of at least 0"
+) -> optax.ScalarOrSchedule:
     """A number as `as_number` returns it, or a schedule."""
     if callable(value):
         return value
     return as_number(name, value, limits, others=", or a schedule")
 
 
-def rate_at(rate: optax.ScalarOrSchedule, count: Any) -> Any:
-    """The value of a number or a schedule at this step."""
+def rate_at(rate: optax.ScalarOrSchedule, count: ArrayLike) -> ArrayLike:
+    """The value of a number or a schedule at step `count`."""
     return rate(count) if callable(rate) else rate
 
 
-def as_scalar(name: str, value: Any, expected: str) -> Any:
+def as_scalar(name: str, value: ArrayLike, expected: str) -> ArrayLike:
     """A traced or computed number, which must be a real scalar."""
     if not isinstance(value, (int, float)) and not hasattr(value, "dtype"):
         refuse(name, value, expected)
@@ -100,35 +116,39 @@ def as_scalar(name: str, value: Any, expected: str) -> Any:
     return value
 
 
-def check_float_dtype(name: str, dtype: Any) -> None:
+def check_float_dtype(name: str, dtype: DTypeLike | None) -> None:
     """The value must be None or a floating-point dtype."""
     if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         refuse(name, dtype, "a dtype of real floating point, or None")
 
 
-def as_transform(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
-    """Any optax transform, as one that takes extra arguments."""
+def as_transform(name: str, tx: object) -> optax.GradientTransformationExtraArgs:
+    """An optax transform, as one that takes extra arguments."""
     if isinstance(tx, optax.MultiSteps):  # not a GradientTransformation
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)
     check_kind(name, tx, optax.GradientTransformation, "an optax transform")
     return optax.with_extra_args_support(tx)
 
 
-def check_no_factory(name: str, value: Any) -> None:
-    """Refuse `optax.sgd` instead of `optax.sgd(1e-3)` where functions are possible."""
-    own, module = (str(getattr(value, x, "")) for x in ("__name__", "__module__"))
-    is_public = getattr(sys.modules.get(module), own, None) is value
+def check_no_factory(name: str, value: object) -> None:
+    """Refuse `optax.sgd`, given for `optax.sgd(1e-3)` where functions may be given.
+
+    A public name of its module is refused. What a factory returns, such as
+    "constant_schedule.<locals>.schedule", has none, nor has a user's function.
+    """
+    factory, module = (str(getattr(value, x, "")) for x in ("__name__", "__module__"))
+    is_public = getattr(sys.modules.get(module), factory, None) is value
     if is_public and module.startswith(("optax.", "jax_muon.")):
-        refuse(name, value, f"an optax transform, such as {own}(1e-3)")
+        refuse(name, value, f"an optax transform, such as {factory}(1e-3)")
 
 
 # --- trees ----------------------------------------------------------------------------
 
 
-def as_arrays(name: str, tree: Any) -> Any:
-    """The tree, whose leaves must be arrays or their shapes, or floats: as arrays."""
+def as_arrays(name: str, tree: PyTree) -> PyTree:
+    """The tree with its floats as arrays; all other leaves must be arrays or shapes."""
     if all(hasattr(x, "dtype") for x in jax.tree.leaves(tree)):
-        return tree  # without a path for each leaf, which takes longer
+        return tree  # before a path is built for each of, say, 5,000 leaves
     for path, leaf in trees.leaves_with_paths(tree):
         if not hasattr(leaf, "dtype") and type(leaf) is not float:
             expected = (
@@ -139,8 +159,11 @@ def as_arrays(name: str, tree: Any) -> Any:
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
 
 
-def check_samples(name: str, tree: Any, number: int, expected: str) -> None:
-    """Arrays need a first axis that is a multiple of this number."""
+def check_samples(name: str, tree: PyTree, number: int, expected: str) -> None:
+    """Arrays need a first axis that is a multiple of this number.
+
+    On 8 devices (32, 128) passes; (30, 128) and () do not.
+    """
     for path, x in jax.tree.leaves_with_path(tree):
         shape = jnp.shape(x)
         if not shape or shape[0] % number:
@@ -150,7 +173,7 @@ def check_samples(name: str, tree: Any, number: int, expected: str) -> None:
             )
 
 
-def check_params(what: str, params: Any) -> None:
+def check_params(what: str, params: PyTree) -> None:
     """The parameters must be passed to update."""
     if params is None:
         raise ValueError(
@@ -159,38 +182,39 @@ def check_params(what: str, params: Any) -> None:
         )
 
 
-def check_gradients(updates: Any, params: Any) -> None:
+def check_gradients(updates: PyTree, params: PyTree) -> None:
     """Gradients need the paths and shapes of the parameters, if these are passed."""
     if params is not None:
         check_alike("gradient", updates, "parameter", params)
 
 
-def of_vector(tree: Any) -> str:
-    """What to write if the parameters are one flat vector, which has no matrices."""
+def vector_hint(tree: PyTree) -> str:
+    """What to write if the parameters are one flat vector, such as (124439808,)."""
     if len(getattr(tree, "shape", ())) != 1:
         return ""
     return "; one vector, as optax.flatten makes: unflatten before the optimizer"
 
 
-def check_state(restored: Any, like: Any) -> None:
+def check_state(restored: PyTree, like: PyTree) -> None:
     """A state needs the paths and shapes of `like`: arrays, or their shapes."""
     what = "the state is not one of this optimizer on these parameters: array"
     check_alike(what, restored, "state array of init", like)
 
 
-def not_dicts(restored: Any, like: Any) -> None:
-    """A state needs the NamedTuples and tuples of `like`, and not dicts with its paths.
+def check_no_dicts(restored: PyTree, like: PyTree) -> None:
+    """A state needs the NamedTuples and tuples of `like`, not dicts with equal paths.
 
-    That is what a checkpoint restored without a target is.
+    A checkpoint that is restored without a target has those: {"0": {"mu": ...}} instead
+    of (NesterovState(mu=...),), both with the path 0/mu.
     """
 
-    def kinds(tree: Any) -> dict[str, list[type]]:
+    def kinds(tree: PyTree) -> dict[str, list[type]]:
         flat = jax.tree_util.tree_leaves_with_path(tree)
         return {trees.path_string(keys): [*map(type, keys)] for keys, _ in flat}
 
     right = kinds(like)
-    for path, found in kinds(restored).items():
-        if found != right[path]:
+    for path, keys in kinds(restored).items():
+        if keys != right[path]:
             raise ValueError(
                 f"the state is not one of this optimizer: array {path!r} is in dicts; "
                 "expected the types that init returns. Restore with tx.init(params), "
@@ -199,13 +223,13 @@ def not_dicts(restored: Any, like: Any) -> None:
             )
 
 
-def check_alike(what: str, tree: Any, whose: str, like: Any) -> None:
+def check_alike(what: str, tree: PyTree, whose: str, like: PyTree) -> None:
     """Two trees need the same paths and shapes, and floating point in the same leaves.
 
     `what` and `whose` name a leaf of each, such as "gradient" and "parameter".
     """
-    treedef: Any = jax.tree.structure(tree)
-    if treedef == jax.tree.structure(like) and all(
+    structures = {jax.tree.structure(x) for x in (tree, like)}
+    if len(structures) == 1 and all(
         map(_same, jax.tree.leaves(tree), jax.tree.leaves(like))
     ):
         return
@@ -217,11 +241,11 @@ def check_alike(what: str, tree: Any, whose: str, like: Any) -> None:
             raise ValueError(text)
 
 
-def _text(x: Any) -> str:
+def _text(x: ArrayLike | None) -> str:
     return "none" if x is None else f"{jnp.result_type(x)} of shape {np.shape(x)}"
 
 
-def _same(x: Any, y: Any) -> bool:
+def _same(x: ArrayLike, y: ArrayLike) -> bool:
     """True for two arrays of one shape, both or neither of them floating-point."""
     floating = {bool(jnp.issubdtype(jnp.result_type(z), jnp.floating)) for z in (x, y)}
     return np.shape(x) == np.shape(y) and len(floating) == 1

@@ -1,14 +1,16 @@
 """Dtypes of computations: as wide as the operands, and at least float32."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
 
-def wider(dtype: Any, other: Any) -> jnp.dtype:
-    """`jnp.promote_types`, also under `jax_numpy_dtype_promotion="strict"`."""
+def wider(dtype: DTypeLike, other: DTypeLike) -> jnp.dtype:
+    """`jnp.promote_types`, also under `jax_numpy_dtype_promotion="strict"`.
+
+    Of bfloat16 and float16 neither is wider: float32.
+    """
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype, other)
 
@@ -24,11 +26,13 @@ def unit_of(largest: Array) -> Array:
     1, unless the largest element is so large that squares, or the sum of 2^31 of them,
     may overflow: above 3e14 in float32 and bfloat16, where it is 2^-80.
     """
+    # (3e14)^2 is 9e28, and 2^31 of those are 2e38, below float32's 3.4e38. A power of
+    # two rounds nothing: 1e20 * 2^-80 is 8e-5.
     most, one = jnp.finfo(largest.dtype).maxexp, jnp.ones_like(largest)
     return jnp.where(largest > 2.0 ** (most * 3 // 8), small_unit(largest.dtype), one)
 
 
-def small_unit(dtype: Any) -> float:
+def small_unit(dtype: DTypeLike) -> float:
     """The power of two for such matrices: 2^-80 for float32 and bfloat16."""
     return 2.0 ** (-jnp.finfo(dtype).maxexp * 5 // 8)
 
@@ -42,12 +46,16 @@ def root(x: Array) -> Array:
     return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, x)))
 
 
-def in_dtype_of(x: Array, rate: Any) -> Any:
+def in_dtype_of(x: Array, rate: ArrayLike) -> float | Array:
     """A rate in the dtype of x, for `jax_numpy_dtype_promotion="strict"`."""
     return rate if isinstance(rate, float) else jnp.asarray(rate, x.dtype)
 
 
-def sent_dtype(dtype: Any, asked: Any) -> Any:
-    """The dtype in which arrays are sent: the one asked for, if they are real."""
+def sent_dtype(dtype: DTypeLike, asked: DTypeLike | None) -> DTypeLike:
+    """The dtype in which arrays are sent: the one asked for, if they are real.
+
+    With bfloat16 asked for, float32 goes as bfloat16, and int32 and complex64 as they
+    are.
+    """
     real = jnp.issubdtype(dtype, jnp.floating)
     return dtype if asked is None or not real else asked

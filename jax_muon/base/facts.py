@@ -8,9 +8,10 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
+from jaxtyping import PyTree
 
 if TYPE_CHECKING:  # types of higher floors, whose modules record here
     from jax_muon.matrices.matrices import Parameter
@@ -74,11 +75,8 @@ def recording() -> Iterator[Facts]:
         _recorded.reset(token)
 
 
-def trace(function: Callable[..., Any], *args: Any) -> tuple[Any, Facts]:
-    """Shapes of a function's results, and the facts that it records.
-
-    The arguments are arrays, or their shapes; nothing is computed.
-    """
+def eval_shape(function: Callable[..., PyTree], *args: PyTree) -> tuple[PyTree, Facts]:
+    """As `jax.eval_shape`, with the facts that the function records."""
     with recording() as facts:
         # A new function: JAX has no trace of it in its cache, which would record none.
         shapes = jax.eval_shape(lambda *args: function(*args), *args)

@@ -1,7 +1,7 @@
 """Jaxprs: functions that operations call, inputs that they use, and source lines.
 
 JAX's internals may change with a release; `tests/base/test_jaxprs.py` runs in each.
-Names of primitives and their parameters also stand in `matrices/computation/`.
+Names of primitives and their parameters are also in `matrices/computation/`.
 """
 
 import dataclasses
@@ -10,35 +10,45 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
+from jaxtyping import Array, PyTree
 
-# Lines of these packages are not the user's.
+Operand: TypeAlias = Var | Literal
+# `line_of` skips lines of these packages.
 _LIBRARIES = ("jax", "flax", "haiku", "equinox", "keras", "haliax")
 
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The function that an operation calls with exactly its own operands, or None."""
+    """The function that an operation calls with exactly its own operands, or None.
+
+    That is the body of a jit, a checkpoint, a custom_jvp or a scan. A cond is none: its
+    branches do not get the operand that chooses one.
+    """
     functions = [x for x in eqn.params.values() if _is_function(x)]
     fits = [x for x in map(_closed, functions) if len(x.in_avals) == len(eqn.invars)]
     return fits[0] if fits else None
 
 
-def _is_function(x: Any) -> bool:
+def _is_function(x: object) -> TypeGuard[ClosedJaxpr | Jaxpr]:
     return isinstance(x, ClosedJaxpr | Jaxpr)
 
 
-def _closed(function: Any) -> ClosedJaxpr:
+def _closed(function: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
     return function if isinstance(function, ClosedJaxpr) else ClosedJaxpr(function, ())
 
 
 def scan_starts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Where a scan's carry begins among its inputs, and where its layers do."""
+    """Where a scan's carry begins among its inputs, and where its layers do.
+
+    `lax.scan(lambda x, w: (x @ w + bias, None), x, ws)` has the inputs (bias, x, ws):
+    the carry begins at 1, the layers at 2.
+    """
     if "ft_in" in eqn.params:  # from JAX 0.11 on
         inputs = eqn.params["ft_in"].update(eqn.invars)
         consts, carry, _ = map(list, inputs.unpack())
@@ -47,10 +57,11 @@ def scan_starts(eqn: JaxprEqn) -> tuple[int, int]:
     return constants, constants + eqn.params["num_carry"]
 
 
-def trace(function: Any, *args: Any) -> tuple[Jaxpr, int]:
+def make_jaxpr(function: Callable[..., PyTree], *args: PyTree) -> tuple[Jaxpr, int]:
     """The operations of a function that its results need, and its number of arguments.
 
-    Arrays that the function closes over are further inputs, after the arguments.
+    Arrays that the function closes over are further inputs, after the arguments: a
+    loss of {"up", "down"} and a batch that uses a global table has four, and 3.
     """
     closed = _with_any_axes(function, *args)
     jaxpr, count = closed.jaxpr, len(closed.jaxpr.invars)
@@ -61,14 +72,14 @@ def trace(function: Any, *args: Any) -> tuple[Jaxpr, int]:
     return needed(jaxpr), count
 
 
-def _with_any_axes(function: Any, *args: Any) -> ClosedJaxpr:
+def _with_any_axes(function: Callable[..., PyTree], *args: PyTree) -> ClosedJaxpr:
     """As `jax.make_jaxpr`; names of mesh axes that nothing binds are axes of one.
 
     So a loss can be read that is written for the devices of a mesh, such as one with
     `nnx.BatchNorm(axis_name="data")`.
     """
     axes: list[tuple[str, int]] = []
-    while True:
+    while True:  # JAX names one unbound axis at a time, and lists none
         try:
             return jax.make_jaxpr(function, axis_env=axes)(*args)
         except NameError as error:
@@ -80,12 +91,12 @@ def _with_any_axes(function: Any, *args: Any) -> ClosedJaxpr:
 
 @functools.lru_cache(4096)
 def needed(jaxpr: Jaxpr) -> Jaxpr:
-    """A function without the operations that none of its results needs."""
+    """The function without operations that its results do not need."""
     every = [True] * len(jaxpr.outvars)
     return partial_eval.dce_jaxpr(jaxpr, every, instantiate=True)[0]
 
 
-def marked(x: Any, name: str) -> Any:
+def marked(x: Array, name: str) -> Array:
     """The array, with a name that `uses_of_layers` finds."""
     return checkpoint_name(x, _MARK + name)
 
@@ -122,15 +133,15 @@ class LayerUse:
         return f"{name} at {self.line}" if self.line else name
 
 
-def uses_of_layers(jaxpr: Jaxpr, inputs: Sequence[Any]) -> list[list[LayerUse]]:
+def uses_of_layers(jaxpr: Jaxpr, inputs: Sequence[Var]) -> list[list[LayerUse]]:
     """How a function uses these of its inputs, each an array (layers, ...).
 
     Casts, copies and slices of the layers are followed, also into functions, as long as
-    the axes of one layer stay what they are: (16, 8, 24) as [2:] (14, 8, 24), and then
-    as pairs (7, 2, 8, 24).
+    each layer stays whole: (16, 8, 24) as [2:] (14, 8, 24), and then as pairs
+    (7, 2, 8, 24).
     """
     uses: list[list[LayerUse]] = [[] for _ in inputs]
-    leaf_of = {v: leaf for leaf, v in enumerate(inputs)}
+    leaf_of: dict[Operand, int] = {v: leaf for leaf, v in enumerate(inputs)}
     for leaf in _follow_layers(jaxpr, leaf_of, [*map(shape_of, inputs)], uses, ()):
         if leaf is not None:
             uses[leaf].append(LayerUse("", "the result"))
@@ -139,30 +150,36 @@ def uses_of_layers(jaxpr: Jaxpr, inputs: Sequence[Any]) -> list[list[LayerUse]]:
 
 def _follow_layers(
     jaxpr: Jaxpr,
-    leaf_of: dict[Any, int],
+    leaf_of: dict[Operand, int],
     shapes: Sequence[tuple[int, ...]],
     uses: Sequence[list[LayerUse]],
     calls: tuple[JaxprEqn, ...],
 ) -> list[int | None]:
-    """Note uses in a function; the leaf that each of its results still is, or None."""
+    """Note uses in a function; the leaf that each of its results still is, or None.
 
-    def leaves(variables: Sequence[Any]) -> list[int | None]:
+    `leaf_of` has the variables that are layers: {ups: 0, downs: 1} in `lambda x, ups,
+    downs: (x, ups[2:])` returns [None, 0], and notes no use of either.
+    """
+
+    def leaves(variables: Sequence[Operand]) -> list[int | None]:
         return [None if isinstance(v, Literal) else leaf_of.get(v) for v in variables]
 
     for eqn in jaxpr.eqns:
         taken = leaves(eqn.invars)
-        found = {leaf for leaf in taken if leaf is not None}
-        if not found:
+        used = {leaf for leaf in taken if leaf is not None}
+        if not used:
             continue
         name, kind = str(eqn.params.get("name")), eqn.primitive.name
         mark = name.removeprefix(_MARK) if name.startswith(_MARK) else ""
         is_move = kind in _MOVES and not mark
         # The condition of a `while` may take as many operands as the loop.
         function = None if mark or is_move or kind == "while" else called(eqn)
+        # From here on `used` shrinks to the leaves that this operation itself uses, and
+        # `results` are the leaves that its results still are.
         results: list[int | None] = []
-        if is_move and all(_keeps_layer(eqn, shapes[leaf][1:]) for leaf in found):
-            results, found = taken, set()
-        elif function is not None:
+        if is_move and all(_keeps_layer(eqn, shapes[leaf][1:]) for leaf in used):
+            results, used = taken, set()  # bfloat16(ups) is ups
+        elif function is not None:  # whose operations use the layers, not the call
             inside = taken
             if kind == "scan":  # another turn may put something else in the carry
                 start, end = scan_starts(eqn)
@@ -171,20 +188,24 @@ def _follow_layers(
             followed = {v: leaf for v, leaf in inputs if leaf is not None}
             arguments = function.jaxpr, followed, shapes, uses, (*calls, eqn)
             results = _follow_layers(*arguments)
-            found -= {*followed.values()}
-            if kind == "scan":
-                found |= {leaf for leaf in results if leaf is not None}
+            used -= {*followed.values()}
+            if kind == "scan":  # its results are rows that are stacked again: used here
+                used |= {leaf for leaf in results if leaf is not None}
                 results = []
         for v, leaf in zip(eqn.outvars, results, strict=False):
             if leaf is not None:
                 leaf_of[v] = leaf
-        for leaf in found:
+        for leaf in used:
             uses[leaf].append(LayerUse(mark, kind, line_of((*calls, eqn))))
     return leaves(jaxpr.outvars)
 
 
 def _keeps_layer(eqn: JaxprEqn, layer: tuple[int, ...]) -> bool:
-    """Whether a move leaves the last axes alone, those of one layer."""
+    """True if a move leaves the last axes alone: the axes of a layer.
+
+    (16, 8, 24) of layers (8, 24): yes for [2:], [::-1] and a reshape to (8, 2, 8, 24);
+    no for [:, :4], a transposition of the last axes and a reshape to (16, 192).
+    """
     before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     first = len(before) - len(layer)
     if eqn.primitive.name == "transpose":
@@ -199,15 +220,16 @@ SCAN_LAYERS = "jax_muon.scan_layers"  # the scope of its operations
 
 
 def is_in(scope: str, calls: Sequence[JaxprEqn]) -> bool:
-    """Whether the last of `calls`, or one around it, is in this `jax.named_scope`."""
+    """True if the last of `calls`, or one around it, is in this `jax.named_scope`."""
     return any(scope in str(x.source_info.name_stack) for x in calls)
 
 
 def transpositions(calls: Sequence[JaxprEqn]) -> int:
     """How often JAX transposed the last of `calls`, once for each gradient.
 
-    A function under `checkpoint` is computed again, as it was, inside of its transposed
-    one: `transpose(jvp(f))/rematted_computation`.
+    0 in `jvp(f)`, 1 in `transpose(jvp(f))`, 2 in the gradient of a gradient. A function
+    under `checkpoint` is computed again, as it was, inside its transposed one:
+    `transpose(jvp(f))/rematted_computation` is 0 again.
     """
     count = 0
     for name in itertools.chain(*(_steps(x.source_info.name_stack) for x in calls)):
@@ -216,11 +238,11 @@ def transpositions(calls: Sequence[JaxprEqn]) -> int:
 
 
 @functools.lru_cache(1024)
-def _steps(name_stack: Any) -> list[str]:
+def _steps(name_stack: object) -> list[str]:
     return re.findall(r"transpose\(|rematted_computation", str(name_stack))
 
 
-def shape_of(v: Any) -> tuple[int, ...]:
+def shape_of(v: Operand) -> tuple[int, ...]:
     """The shape of an operand; () for a token."""
     return tuple(getattr(v.aval, "shape", ()))
 
@@ -228,8 +250,9 @@ def shape_of(v: Any) -> tuple[int, ...]:
 def line_of(calls: Sequence[JaxprEqn]) -> str:
     """`model.py:57`, the line of the model that the last of `calls` comes from, or "".
 
-    That is the innermost one outside of JAX and libraries of layers, and preferably of
-    all that is installed.
+    That is the innermost one outside JAX and libraries of layers, if possible outside
+    site-packages: for a loss in train.py that calls maxtext, which calls flax, the line
+    of train.py.
     """
     modules = [sys.modules.get(name) for name in _LIBRARIES]
     folders = tuple(os.path.dirname(m.__file__ or "") for m in modules if m)
@@ -250,7 +273,10 @@ def line_of(calls: Sequence[JaxprEqn]) -> str:
 
 
 def places_of(calls: Sequence[JaxprEqn]) -> tuple[object, ...]:
-    """Where in the code each of `calls` is: equal for turns of one Python loop."""
+    """Where in the code each of `calls` is: equal for turns of one Python loop.
+
+    `for w in layers: x = x @ w` makes 12 products of one place.
+    """
     tracebacks: list[Any] = [x.source_info.traceback for x in calls]
     stacks = [zip(*x.raw_frames(), strict=True) for x in tracebacks if x]
     return tuple(itertools.chain(*stacks))  # of functions and their instructions

@@ -13,17 +13,18 @@ from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jax.tree_util import KeyPath
+from jaxtyping import Array, PyTree
 
 from jax_muon.base.dtypes import wider
 
 
-def path_string(key_path: tuple[Any, ...]) -> str:
-    """`a/b/0` for the key path of a leaf or a Flax box."""
+def path_string(key_path: KeyPath) -> str:
+    """`a/b/0` for the key path (DictKey("a"), GetAttrKey("b"), SequenceKey(0))."""
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
-def is_box(x: Any) -> bool:
+def is_box(x: object) -> bool:
     """True for a Flax box with one array in it, such as an nnx.Param.
 
     In a tree of specs it holds a spec or None instead of the array.
@@ -37,25 +38,31 @@ def is_box(x: Any) -> bool:
 
 
 def _box_types() -> tuple[type, ...]:
-    """Those of NNX and linen, if they are imported: else there are no boxes."""
+    """The types of boxes. A framework that nobody imported made none."""
     names = (("flax.nnx", "Variable"), ("flax.core.meta", "AxisMetadata"))
     modules = [(sys.modules.get(module), name) for module, name in names]
     return tuple(getattr(module, name) for module, name in modules if module)
 
 
-def _children(x: Any) -> list[Any]:
+def _children(x: PyTree) -> list[Any]:
+    """The nodes one level below: [array] of nnx.Param(array)."""
     return jax.tree.leaves(x, is_leaf=lambda y: y is not x)
 
 
-def unbox(tree: Any) -> Any:
+def unbox(tree: PyTree) -> PyTree:
     """The tree with each Flax box replaced by its array; metadata is dropped."""
     return jax.tree.map(
         lambda x: _children(x)[0] if is_box(x) else x, tree, is_leaf=is_box
     )
 
 
-def leaves_with_paths(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
-    """Leaves of a tree with their paths, in the order of `jax.tree.leaves`."""
+def leaves_with_paths(
+    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> list[tuple[str, Any]]:
+    """Leaves of a tree with their paths, in the order of `jax.tree.leaves`.
+
+    {"up": nnx.Param(x)} gives [("up", x)]; JAX's own path would be "up/value".
+    """
     flat = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda x: is_box(x) or (is_leaf is not None and is_leaf(x))
     )
@@ -66,8 +73,8 @@ def leaves_with_paths(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
     ]
 
 
-def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
-    """True for a function, and not for a tree that can be called, like a module."""
+def is_function(x: object) -> TypeGuard[Callable[..., Any]]:
+    """True for a function; False for a tree that can be called, like eqx.nn.MLP."""
     return callable(x) and jax.tree_util.all_leaves([x])
 
 
@@ -77,7 +84,7 @@ def slashed(path: str) -> str:
 
 
 def numberless(text: str) -> str:
-    """A path with 0 for every number: the same for all layers."""
+    """A path with 0 for every number: blocks/11/up becomes blocks/0/up."""
     return re.sub(r"\d+", "0", text)
 
 
@@ -92,7 +99,10 @@ def words(name: str) -> list[str]:
 
 
 def nearest_prefix(entries: Mapping[str, Any], path: str) -> str | None:
-    """The longest prefix of `path`, itself included, that has an entry, or None."""
+    """The longest prefix of `path`, itself included, that has an entry, or None.
+
+    {"blocks": 1, "blocks/0": 2} has "blocks/0" for blocks/0/up, None for wte.
+    """
     while path and path not in entries:
         path = path.rpartition("/")[0]
     return path if path in entries else None
@@ -114,7 +124,7 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def ends_with(pattern: str, path: str) -> bool:
-    """True if the last components of `path` match, as in `matches`."""
+    """True if the last components of `path` match: "up/k*" for blocks/0/up/kernel."""
     return fnmatch.fnmatchcase(f"/{slashed(path)}", f"*/{slashed(pattern)}")
 
 
@@ -123,30 +133,33 @@ def check_patterns_match(what: str, patterns: Iterable[str], paths: list[str]) -
     for pattern in patterns:
         if paths and not any(matches(pattern, path) for path in paths):
             raise ValueError(
-                f"{what}: the pattern {pattern!r} matches no parameter; there are "
-                + ", ".join(paths)
+                f"{what}: the pattern {pattern!r} matches no parameter; expected a "
+                f"pattern of {', '.join(paths)}"
             )
 
 
 # --- leaves by path -------------------------------------------------------------------
 
 
-def map_leaves(function: Callable[[str, Array], Any], tree: Any) -> Any:
-    """The tree of `function(path, leaf)`."""
+def map_leaves(function: Callable[[str, Array], Any], tree: PyTree) -> PyTree:
+    """The tree of `function(path, leaf)`; boxes stay boxes."""
 
-    def of_leaf(key_path: tuple[Any, ...], x: Any) -> Any:
+    def apply(key_path: KeyPath, x: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: function(path_string(key_path), leaf), x)
 
-    return jax.tree_util.tree_map_with_path(of_leaf, tree, is_leaf=is_box)
+    return jax.tree_util.tree_map_with_path(apply, tree, is_leaf=is_box)
 
 
 def step_leaves(
-    step: Callable[..., tuple[Array, ...]], updates: Any, *state: Any
-) -> list[Any]:
+    step: Callable[..., tuple[Array, ...]], updates: PyTree, *state: PyTree
+) -> list[PyTree]:
     """Updates and trees of state after `step(path, update, *state of this leaf)`.
 
     State is found by path, so it may be in Flax boxes that gradients have lost, and a
     renamed parameter never gets the state of another. Nothing is broadcast.
+
+    `step_leaves(step, {"w": g}, {"w": nnx.Param(mu)})` calls step("w", g, mu), which
+    returns (update, mu), and returns [{"w": update}, {"w": nnx.Param(mu)}].
     """
     flat = [dict(leaves_with_paths(tree)) for tree in (updates, *state)]
     leaf_of, *kept = flat
@@ -161,7 +174,8 @@ def step_leaves(
         old = [leaves[path] for leaves in kept]
         results[path] = step(path, u, *old)
         shapes = [x.shape for x in (u, *old)]
-        if shapes != [x.shape for x in results[path]]:  # one of them was broadcast
+        # An update (4, 1) beside mu (4, 8) would become (4, 8) without a word.
+        if shapes != [x.shape for x in results[path]]:
             raise ValueError(
                 f"parameter {path!r} has shape {u.shape}, and its state {shapes[1:]}; "
                 "expected the state that init returns for this shape"
@@ -172,13 +186,14 @@ def step_leaves(
     ]
 
 
-def as_wide_as_params(updates: Any, params: Any) -> Any:
+def as_wide_as_params(updates: PyTree, params: PyTree) -> PyTree:
     """Updates in the dtype of their parameters, if that is the wider one.
 
     Otherwise steps of float32 parameters would have the 8 bits of bfloat16 gradients.
+    Integers and masked None stay as they are.
     """
 
-    def widen(u: Any, p: Any) -> Any:
+    def widen(u: Array | None, p: Array) -> Array | None:
         if u is None or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (u, p)):
             return u
         return u.astype(p.dtype) if wider(u.dtype, p.dtype) == p.dtype else u

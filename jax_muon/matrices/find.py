@@ -51,17 +51,17 @@ def find_matrices(
     With a function, such as the loss, its computation decides. A parameter that it
     contracts with data is a matrix: contracted axes are in; axes of scans, `vmap`,
     experts and batched products are the batch; all others are out. Embeddings, heads,
-    routers and what is used elementwise get AdamW, as the table of docs/parameters.md
-    says. The function is traced with shapes; nothing is computed.
+    routers and parameters that are used elementwise get AdamW; see the table of
+    docs/parameters.md. The function is traced with shapes; nothing is computed.
 
     Without a function the rules alone decide, such as {"embed": "adamw", "head":
     "adamw", "*": "muon"}. The label "muon" means a matrix (in, out), as in `x @ w`; a
-    parameter of more than two axes needs `MuonDimensionNumbers`. Only what cannot be a
-    matrix, and what is called bias or scale, gets the label "adamw" without a rule.
+    parameter of more than two axes needs `MuonDimensionNumbers`. Without a rule, only
+    vectors and parameters called bias or scale get the label "adamw".
 
     Args:
       params: the whole model, or the shapes of its parameters: a pytree of arrays in
-        any Flax form; an NNX or Equinox module, of which only what is trained counts.
+        any Flax form; or an NNX or Equinox module, whose other arrays are left out.
       function: the loss, or a model's `apply`: a function of the parameters and `args`.
       *args: its other arguments, arrays or their shapes; close over all others.
         Parameters that are not trained, such as the base of LoRA, may be among them;
@@ -81,10 +81,10 @@ def find_matrices(
         {"blocks/{i}/attn/q": 2}; a pattern without it joins along the scanned axis. Of
         two joins of one matrix the first counts. An integer K joins queries, keys and
         values (separately) across K consecutive layers of one shape.
-      heads: "apart" makes each attention head of a query, key or value, also of a fused
-        kernel and of the up-projections of latents, a matrix of its own. The loss shows
-        the heads. Output projections stay whole, and so do parameters that a pattern of
-        `splits` matches.
+      heads: "apart" makes each attention head of a query, key or value a separate
+        matrix, also in fused kernels and in the up-projections of latents. The loss
+        shows the heads. Output projections stay whole, and so do parameters that a
+        pattern of `splits` matches.
       strict: False warns once about ambiguous parameters and gives them the label
         "adamw".
 
@@ -198,8 +198,8 @@ def _by_function(
 ) -> list[Parameter]:
     """How a function uses each array of a model, also those that are not trained.
 
-    Functions among `args`, such as the apply of `loss(params, apply, batch)`, are no
-    inputs of what is traced: that takes (params, batch).
+    Functions among `args`, such as the apply of `loss(params, apply, batch)`, are
+    closed over: the traced function takes (params, batch).
     """
     from jax_muon.matrices.computation.read import read_uses
 

@@ -271,7 +271,7 @@ def of_tree(matrices: Any, tree: Any) -> Matrices:
                 f"parameter {path!r} of shape {shape}: without `matrices` a piece "
                 "treats every leaf as one matrix (in, out); expected "
                 f"matrices={_READ}, or the piece within jax_muon.partition, which "
-                f"gives other parameters to another optimizer{checks.of_vector(tree)}"
+                f"gives other parameters to another optimizer{checks.vector_hint(tree)}"
             )
         one_matrix = MatrixAxes((), (0,), (1,))
         matched[path] = Parameter(path, shape, dtype, MUON, "kernel", "", one_matrix)

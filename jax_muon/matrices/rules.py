@@ -103,7 +103,7 @@ def _means_matrices(x: Rule) -> bool:
 
 
 def _names(pattern: str, path: str) -> bool:
-    """True if a pattern means the parameter itself, and not what is in a module.
+    """True if a pattern means the parameter itself, and not a module around it.
 
     For blocks/0/up/kernel: True for "kernel" and "up/k*", False for "up" and "up/*".
     """

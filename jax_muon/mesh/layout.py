@@ -142,7 +142,7 @@ def readings(tx: optax.GradientTransformation) -> Callable[[Any], Readings]:
 
     @functools.lru_cache(maxsize=4)
     def of_shapes(treedef: Any, *shapes: jax.ShapeDtypeStruct) -> Readings:
-        return facts.trace(tx.init, treedef.unflatten(shapes))[1].leaves
+        return facts.eval_shape(tx.init, treedef.unflatten(shapes))[1].leaves
 
     def of_tree(tree: Any) -> Readings:
         leaves, treedef = jax.tree.flatten(tree)

@@ -203,7 +203,7 @@ def describe(
         tx.update(params, state, params, **others, **arrays)
         return state
 
-    state, recorded = facts.trace(first_step, shapes, arrays)
+    state, recorded = facts.eval_shape(first_step, shapes, arrays)
     shardings: dict[str, tuple[PartitionSpec, PartitionSpec | None]] = {
         path: (x.sharding.spec, None)
         for path, x in trees.leaves_with_paths(shapes)

@@ -117,7 +117,7 @@ def test_a_layer_whose_partner_is_masked_is_joined_with_no_other():
 
 
 @given(data=st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_joined_matrices_hold_every_matrix_once(data):
     """Joined and back is the identity, over random shapes, batches and joins."""
     batch = st.lists(st.integers(1, 4), max_size=2).map(tuple)

@@ -133,7 +133,7 @@ WRONG = {  # pattern, and what Split or Split.heads takes
     r"parts={'q': 16, 'k': 4}; expected .* add up to 24": ("qkv", {"q": 16, "k": 4}),
     "does not divide into parts=7": ("qkv", 7),
     r"no axis 2; expected -2 to 1": ("qkv", 2, 2),
-    "'q' matches no parameter; there are qkv": ("q", 2),
+    "'q' matches no parameter; expected a pattern of qkv": ("q", 2),
     r"number=0; expected a Python integer of at least 1": ("qkv", 0),
     r"parts=\('q', 'q'\); expected .* of different names": ("qkv", ("q", "q")),
     r"parts=\(\); expected names": ("qkv", ()),

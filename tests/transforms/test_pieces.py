@@ -16,6 +16,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from jax_muon.matrices.joins import map_stacks
+from jax_muon.transforms.scaling import ADJUST_LR
 from tests import trees
 from tests.matrices import reader
 from tests.recipes import RECIPES
@@ -125,11 +126,29 @@ def test_rows_beside_very_large_ones_are_equilibrated():
     np.testing.assert_allclose(jnp.diag(updates["w"]), 1e20 / 2**0.5, rtol=1e-5)
 
 
-def test_rules_that_no_recipe_has():
-    """Of a shape; and for paths, of which the first pattern that matches counts."""
-    for rule, factor in ((None, 1.0), (lambda m, n: m + n, 20.0)):
-        updates, _ = jm.scale_by_shape(rule).update(jnp.ones((4, 16)), ())
+# Factors of matrices (4, 16) and (16, 4), each (in, out), by the rule of sizes.
+FACTORS = {
+    None: (1.0, 1.0),
+    "original": (2.0, 1.0),
+    "match_rms_adamw": (0.8, 0.8),
+    "spectral_norm": (2.0, 0.5),
+}
+
+
+@pytest.mark.parametrize("rule", ADJUST_LR)
+def test_rules_of_sizes(rule):
+    """Each has its factors above, and is named where users look for it."""
+    for shape, factor in zip(((4, 16), (16, 4)), FACTORS[rule], strict=True):
+        updates, _ = jm.scale_by_shape(rule).update(jnp.ones(shape), ())
         np.testing.assert_allclose(updates, factor, rtol=1e-6)
+    name = "None" if rule is None else f'"{rule}"'
+    assert name in jm.scale_by_shape.__doc__ and name in jm.muon.__doc__
+
+
+def test_rules_of_users():
+    """Of a shape; and for paths: the first pattern that matches counts."""
+    updates, _ = jm.scale_by_shape(lambda m, n: m + n).update(jnp.ones((4, 16)), ())
+    np.testing.assert_allclose(updates, 20.0, rtol=1e-6)
     updates = {path: jnp.ones(()) for path in ("a/w", "b/w", "b/v")}
     tx = jm.scale_by_path({"b/w": 0.5, "b": 3.0})
     (scaled,), *_ = trees.run(tx, updates, [updates])

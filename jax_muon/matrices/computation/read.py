@@ -87,11 +87,11 @@ def _traced(
         whole = jax.tree.unflatten(tree, [x if a is None else a for x, a in pairs])
         return _loss(function(whole, *args))
 
-    traced = jaxprs.trace(loss, arrays, *args)
+    traced = jaxprs.make_jaxpr(loss, arrays, *args)
     for axes in (slice(None), slice(1)):
         if wider := _wider(args, axes):
             with contextlib.suppress(Exception):  # the loss has its sizes in it
-                other = jaxprs.trace(loss, arrays, *wider)
+                other = jaxprs.make_jaxpr(loss, arrays, *wider)
                 is_same = jaxprs.operations(other[0]) == jaxprs.operations(traced[0])
                 return [other] if is_same else [traced, other]
     return [traced]
