@@ -76,12 +76,15 @@ def test_tables_and_states_are_those_that_are_committed():
 # --- states of a release --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RECIPES)
+with np.load(FOLDER / "states_0.1.0.npz") as arrays:
+    SAVED = dict(arrays)
+
+
+@pytest.mark.parametrize("name", sorted({key.partition("/")[0] for key in SAVED}))
 def test_a_state_of_version_0_1_0_goes_on(name):
     """Every array has its place, and the next update is the one it led to then."""
-    with np.load(FOLDER / "states_0.1.0.npz") as arrays:
-        own = [key for key in arrays if key.startswith(f"{name}/")]
-        saved = {key.removeprefix(f"{name}/"): arrays[key] for key in own}
+    own = [key for key in SAVED if key.startswith(f"{name}/")]
+    saved = {key.removeprefix(f"{name}/"): SAVED[key] for key in own}
     tx, params = RECIPES[name](dtype="float32", ns_steps=3), trees.normal(SMALL)
     start = tx.init(params)
     state = [jnp.asarray(saved.pop(f"state/{x}")) for x, _ in leaves_with_paths(start)]

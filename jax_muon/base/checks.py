@@ -101,7 +101,7 @@ def as_rate(
     return as_number(name, value, limits, others=", or a schedule")
 
 
-def rate_at(rate: optax.ScalarOrSchedule, count: ArrayLike) -> ArrayLike:
+def rate_at(rate: optax.ScalarOrSchedule, count: ArrayLike) -> float | jax.Array:
     """The value of a number or a schedule at step `count`."""
     return rate(count) if callable(rate) else rate
 
