@@ -57,17 +57,17 @@ def scan_layers(
       block: `block(carry, layer)` returns the next carry and an output, as for a scan.
       carry: the carry of the first layer.
       layers: a tree of arrays (layers, ...): weights, and others such as keys.
-      shardings: of `layers`, as `where` of `on_mesh`, such as those of `fsdp`. None: as
+      shardings: of `layers`, as `where` of `on_mesh`, such as `fsdp` returns. None: as
         types show on Explicit axes; on others it is `jax.lax.scan`.
       axis: mesh axes over which layers are gathered, and which divide the batch; None
         for all. Over others, such as "tp", a layer stays sharded.
-      local_batch: whether `block` gets each device's samples by themselves, as always
-        in `make_train_step` and in a shard_map of your own, where a layer's gradient is
-        summed over the mesh axes that divide it, and no others. It is sent in one
-        collective, which on 64 devices and more saves most of the waiting. `axis` has
-        to divide the first axis of every array in `carry` and in the outputs of
-        `block`, which must treat samples independently: what varies with the sample,
-        such as a mask, belongs into `carry`. On Explicit axes it uses no other arrays.
+      local_batch: run `block` under shard_map on each device's samples: one collective
+        for each layer, which from 64 devices on saves most of the waiting. Axis 0 of
+        every array in `carry` and in the outputs must be the batch, which `axis`
+        divides, and samples must not interact: a mask that varies with the sample
+        belongs into `carry`. On Explicit axes `block` uses no other arrays. Inside
+        `make_train_step` and your own shard_map it is always so, and a layer's gradient
+        is summed over the mesh axes that divide the layer, and no others.
 
     Returns:
       The last carry, and the stacked outputs.

@@ -63,9 +63,9 @@ def make_train_step(
         counts instead of the mean, and is an extra argument for `tx`, such as
         "max_logits" for `clip_qk`.
       weighted: whether the loss is a pair of the mean and its weight, such as the
-        number of unmasked tokens. A mean of weight 0 does not count, even if it is NaN,
-        unless collectives or `scan_layers` take that NaN to other devices: then divide
-        by `jnp.maximum(count, 1)`. With a weight below 0 all is NaN.
+        number of unmasked tokens. A device with weight 0 is ignored even if its loss is
+        NaN. With collectives or `scan_layers` in the loss the NaN spreads: then divide
+        by `jnp.maximum(count, 1)`. A weight below 0 makes everything NaN.
       microbatches: number of parts in which a device takes its batch, one by one. The
         sum of their gradients is sent once, but for layers of `scan_layers`.
       reduce_dtype: dtype in which gradients are sent; None for the parameters'.
