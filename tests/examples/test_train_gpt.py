@@ -216,8 +216,11 @@ def test_what_is_refused_loses_nothing(copied):
 
 
 def test_optimizers_learn_and_are_drawn_with_their_steps(tmp_path):
+    """The matrices are heads of 32."""
     names = ["muonh", "adamw"]
-    folder = train(tmp_path / "all", f"--compare={','.join(names)}", "--steps=30")
+    flags = [f"--compare={','.join(names)}", "--width=64", "--heads=apart"]
+    folder = train(tmp_path / "all", *flags, "--steps=30")
+    assert "2 x (64, 32)" in (folder / "muonh" / "parameters.txt").read_text()
     result = json.loads((folder / "compare.json").read_text())
     assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert result["target"] == result["validation_loss"]["adamw"]
