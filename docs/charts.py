@@ -129,6 +129,36 @@ def waiting() -> Groups:
     return groups
 
 
+# Profiled steps of nanochat on the H100, and what their operations are.
+PROFILED = {
+    "gpt2-124m nanochat bf16 scanned": "GPT-2 124M",
+    "gpt-1.3b nanochat bf16 scanned": "GPT 1.3B",
+    "gpt-1.3b nanochat kernel": "GPT 1.3B, with kernels",
+}
+KINDS = {
+    "gemm": ("products by cuBLAS", "blue"),
+    "kernel": ("products by kernels", "green"),
+    "fusion": ("passes over memory", "orange"),
+    "copy": ("copies", "grey"),
+}
+
+
+def parts_of_steps() -> Groups:
+    """How a step on the H100 divides into products and passes over memory."""
+    lines = (RESULTS / "gpu" / "h100.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = {row.get("what"): row for row in map(json.loads, lines)}
+    groups: Groups = {}
+    for what, model in PROFILED.items():
+        profile = rows[what]["profile"]
+        total, by_kind = profile["total_ms"], profile["by_kind_ms"]
+        groups[model] = [
+            Bar(name, ms / total, f"{ms:.1f} ms, {100 * ms / total:.0f} %", color)
+            for kind, (name, color) in KINDS.items()
+            if (ms := by_kind.get(kind))
+        ]
+    return groups
+
+
 def draw(title: str, groups: Groups) -> str:
     """Horizontal bars in groups: the name before each, the text behind it."""
     left, width = 165, 640
@@ -356,6 +386,7 @@ def charts() -> dict[str, str]:
         "maxtext.svg": draw(
             "Llama 7B: work of the busiest device, and bytes it sends", busiest()
         ),
+        "step_parts.svg": draw("A step on an H100 by part", parts_of_steps()),
         "layer_timeline.svg": timeline(),
         "rates.svg": losses_by_rate(),
         "learning_85m.svg": learning_on_a_card(),
