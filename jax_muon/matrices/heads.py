@@ -16,7 +16,7 @@ def heads_apart(
     Those that the patterns of `splits` match stay as they are. A ValueError names a
     query whose heads the loss does not show.
     """
-    apart, of_heads = dict(parameters), dict[str, Split]()
+    apart, head_splits = dict(parameters), dict[str, Split]()
     if not any(x.heads for x in parameters.values()):
         raise ValueError(
             "heads='apart': the loss shows no attention; expected a loss in which a "
@@ -40,16 +40,16 @@ def heads_apart(
             if parts == [(x.shape[axis], x.shape[axis])]:
                 x = dataclasses.replace(x, axes=_with_batch(x.axes, axis))
             elif max(n for _, n in parts) > 1:
-                of_heads |= _splits(path, axis, parts)
+                head_splits |= _splits(path, axis, parts)
         text = f"{x.reason}; heads apart: {', '.join(map(str, numbers))}"
         apart[path] = dataclasses.replace(x, reason=text)
-    for path in [path for path in parameters if path in of_heads]:
+    for path in [path for path in parameters if path in head_splits]:
         if others := [y for y in parameters if y != path and trees.matches(path, y)]:
             raise ValueError(
                 f"heads='apart': the path {path!r} is a part of {others[0]!r}, so no "
                 "pattern means it alone; expected splits= for both, or other names"
             )
-    return apart, of_heads
+    return apart, head_splits
 
 
 def _with_batch(axes: MatrixAxes, axis: int) -> MatrixAxes:
@@ -72,9 +72,9 @@ def _splits(path: str, axis: int, parts: Sequence[tuple[int, int]]) -> dict[str,
     if len(parts) == 1:
         return {path: Split.heads(parts[0][1], axis)}
     widths = {f"part_{i}": width for i, (width, _) in enumerate(parts)}
-    of_heads = {
+    head_splits = {
         f"{path}/{name}": Split.heads(number, axis)
         for name, (_, number) in zip(widths, parts, strict=True)
         if number > 1
     }
-    return {path: Split(widths, axis), **of_heads}
+    return {path: Split(widths, axis), **head_splits}

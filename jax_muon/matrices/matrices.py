@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree
 from numpy.lib.array_utils import normalize_axis_tuple
 from optax.contrib import MuonDimensionNumbers
 
@@ -49,7 +50,11 @@ class MatrixAxes:
         )
 
     def view(self, x: Float[Array, "..."]) -> Float[Array, "batch fan_in fan_out"]:
-        """The parameter as a batch of matrices."""
+        """The parameter as a batch of matrices.
+
+        A query (12, 768, 12, 64) with batch (0,), in (1,) and out (2, 3) becomes
+        (12, 768, 768).
+        """
         order = self.batch + self.matrix
         count = math.prod(x.shape[axis] for axis in self.batch)
         return x.transpose(order).reshape(count, *self.fan(x.shape))
@@ -94,10 +99,13 @@ class Parameter:
     heads: tuple[tuple[int, int, int], ...] = ()
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether an array is this parameter, or some of its scanned layers."""
+        """True for this parameter, or some of its scanned layers.
+
+        (12, 64, 256) with the scanned axis 0 fits (12, 64, 256) and (3, 64, 256).
+        """
         return len(shape) == len(self.shape) and all(
-            n == own or axis in self.scanned
-            for axis, (n, own) in enumerate(zip(shape, self.shape, strict=True))
+            n == size or axis in self.scanned
+            for axis, (n, size) in enumerate(zip(shape, self.shape, strict=True))
         )
 
     @property
@@ -110,7 +118,7 @@ class Parameter:
 
 
 def leaf_axes(
-    path: str, shape: tuple[int, ...], dtype: Any, spec: MuonDimensionNumbers
+    path: str, shape: tuple[int, ...], dtype: DTypeLike, spec: MuonDimensionNumbers
 ) -> MatrixAxes:
     """The axes that dimension numbers name; a ValueError if they do not fit."""
     if problem := not_a_matrix(shape, dtype):
@@ -134,8 +142,11 @@ def leaf_axes(
     return MatrixAxes(batch, reduction, output)
 
 
-def not_a_matrix(shape: tuple[int, ...], dtype: Any) -> str | None:
-    """Why a leaf can in no way be read as matrices, or None if it can."""
+def not_a_matrix(shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
+    """Why a leaf can in no way be read as matrices, or None if it can.
+
+    (64, 32) in bfloat16 can; (64,), (0, 32), int32 and float8 cannot.
+    """
     real = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
     if real and len(shape) >= 2 and 0 not in shape:
         return None
@@ -172,15 +183,11 @@ class Matrices(Mapping[str, Parameter]):
 
     def __getitem__(self, path: str) -> Parameter:
         if path not in self.parameters:
+            names = ", ".join(self.parameters) or "none"
+            vector = "" if path else ", not a flat vector: unflatten it first"
             raise KeyError(
-                f"parameter {path!r} was not read; there are "
-                + (", ".join(self.parameters) or "none")
-                + "; expected the tree that `matrices` was read from"
-                + (
-                    ""
-                    if path
-                    else ", and no flat vector: unflatten before the optimizer"
-                )
+                f"parameter {path!r} was not read, only {names}; expected the tree "
+                f"that `matrices` was read from{vector}"
             )
         return self.parameters[path]
 
@@ -217,7 +224,7 @@ class Matrices(Mapping[str, Parameter]):
             )
         return parameter.axes
 
-    def labels(self, params: Any) -> Any:
+    def labels(self, params: PyTree) -> PyTree:
         """The label of every parameter, for `optax.multi_transform`.
 
         A Flax box gets one label, so that it is masked as a whole.
@@ -230,39 +237,40 @@ class Matrices(Mapping[str, Parameter]):
 
 
 # A piece takes a reading, perhaps of a larger tree, or a function of the tree it sees.
-Given: TypeAlias = Matrices | Callable[[Any], Matrices] | None
+Given: TypeAlias = Matrices | Callable[[PyTree], Matrices] | None
 
 
-def read_by(function: Callable[[Any], Any], tree: Any) -> Any:
-    """What a user's function returns for the shapes of a tree."""
+def read_by(function: Callable[[PyTree], Any], tree: PyTree) -> Any:
+    """The result of a user's function for the shapes of a tree."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     with on_users_axes():
         return function(shapes)
 
 
-def of_tree(matrices: Any, tree: Any) -> Matrices:
-    """The reading given to a piece; without one, each leaf as one matrix (in, out).
+def reading_of(matrices: Given, tree: PyTree) -> Matrices:
+    """The reading that a piece was given; None reads each leaf as a matrix (in, out).
 
-    It is a `Matrices`, which may be of a larger tree, or a function of the part of the
-    tree that the piece sees, which returns one.
+    It is a `Matrices`, perhaps of a larger tree, or a function that returns one for the
+    part of the tree that the piece sees.
 
     Raises a ValueError for a reading that splits parameters, which `partition` does.
     """
+    reading: Any = matrices
     if trees.is_function(matrices):
-        matrices = read_by(matrices, tree)
-    if matrices is not None:
+        reading = read_by(matrices, tree)
+    if reading is not None:
         rules = "find_matrices(params, rules={...})"
         expected = f"{_READ}, or {rules}, a function of params that returns it, or None"
-        expected += checks.injected(matrices, "matrices")
-        checks.check_kind("matrices", matrices, Matrices, expected)
-        facts.note().leaves.update(matrices)
-        facts.note().parameters.update(matrices)
-        if matrices.splits:
+        expected += checks.injected(reading, "matrices")
+        checks.check_kind("matrices", reading, Matrices, expected)
+        facts.note().leaves.update(reading)
+        facts.note().parameters.update(reading)
+        if reading.splits:
             raise ValueError(
-                f"matrices= splits {', '.join(matrices.splits)}, which a piece would "
+                f"matrices= splits {', '.join(reading.splits)}, which a piece would "
                 "not apply; expected the piece within jax_muon.partition, which does"
             )
-        return matrices
+        return reading
     matched = {}
     for path, leaf in trees.leaves_with_paths(tree):
         shape, dtype = tuple(leaf.shape), leaf.dtype

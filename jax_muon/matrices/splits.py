@@ -214,10 +214,10 @@ def _with_split(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         checks.check_gradients(updates, params)
-        parts, of_params = (
+        parts, params_parts = (
             _map_split(_parts, pattern, split, x) for x in (updates, params)
         )
-        parts, state = inner.update(parts, state, of_params, **extra_args)
+        parts, state = inner.update(parts, state, params_parts, **extra_args)
         return _map_split(_join, pattern, split, updates, parts), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from jax_muon.base import checks, dtypes, trees
 from jax_muon.base.trees import map_leaves, step_leaves
-from jax_muon.matrices.matrices import Given, MatrixAxes, of_tree
+from jax_muon.matrices.matrices import Given, MatrixAxes, reading_of
 
 _SMALLEST = 1e-10  # a direction of this norm does not move a matrix
 
@@ -61,7 +61,7 @@ def hyperball(
     learning_rate = checks.as_rate("learning_rate", learning_rate)
 
     def init_fn(params: optax.Params) -> HyperballState:
-        parameters = of_tree(matrices, params)
+        parameters = reading_of(matrices, params)
 
         def norm(path: str, p: Array) -> Array:
             axes = parameters.axes(path).matrix
@@ -77,7 +77,7 @@ def hyperball(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, HyperballState]:
         checks.check_params("hyperball", params)
-        parameters = of_tree(matrices, updates)
+        parameters = reading_of(matrices, updates)
         rate = checks.rate_at(learning_rate, state.count)
         weights = dict(trees.leaves_with_paths(params))
 

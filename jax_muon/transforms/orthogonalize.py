@@ -19,7 +19,7 @@ from jax_muon.matrices.joins import (
     map_joined,
     map_stacks,
 )
-from jax_muon.matrices.matrices import Given, Matrices, of_tree
+from jax_muon.matrices.matrices import Given, Matrices, reading_of
 from jax_muon.mesh import exchange, owners
 from jax_muon.polar.factors import PolarExpress
 
@@ -77,7 +77,7 @@ def orthogonalize(
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
         params = checks.as_arrays("params", params)
-        parameters = of_tree(matrices, params)
+        parameters = reading_of(matrices, params)
         for path, _ in trees.leaves_with_paths(params):
             parameters.axes(path)  # raises unless it is a matrix
         return optax.EmptyState()
@@ -86,7 +86,7 @@ def orthogonalize(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
-        parameters = of_tree(matrices, updates)
+        parameters = reading_of(matrices, updates)
         flat = trees.leaves_with_paths(updates)
         names, leaves = [path for path, _ in flat], [x for _, x in flat]
         structure, mesh = jax.tree.structure(updates), mesh_of_types(flat)

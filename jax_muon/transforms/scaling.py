@@ -11,7 +11,7 @@ from jaxtyping import Array
 from jax_muon.base import checks, dtypes, trees
 from jax_muon.base.facts import note
 from jax_muon.base.trees import map_leaves, step_leaves
-from jax_muon.matrices.matrices import Given, MatrixAxes, of_tree
+from jax_muon.matrices.matrices import Given, MatrixAxes, reading_of
 
 # The name of a factor below, or a function of (in, out).
 AdjustLr: TypeAlias = str | Callable[[int, int], float] | None
@@ -133,7 +133,7 @@ def scale_by_normuon(
         return axes.reduction if axis == "output" or fan_out >= fan_in else axes.output
 
     def init_fn(params: optax.Params) -> ScaleByNorMuonState:
-        parameters = of_tree(matrices, params)
+        parameters = reading_of(matrices, params)
 
         def zeros(path: str, p: Array) -> Array:
             # A sum has the sharding of the parameter.
@@ -151,7 +151,7 @@ def scale_by_normuon(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, ScaleByNorMuonState]:
         del params
-        parameters = of_tree(matrices, updates)
+        parameters = reading_of(matrices, updates)
         beta = checks.rate_at(decay, state.count)
 
         def step(path: str, u: Array, v: Array) -> tuple[Array, Array]:
@@ -257,14 +257,14 @@ def _stateless(
     """A transform that applies `scale` to every leaf, in at least float32."""
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
-        parameters = of_tree(matrices, params)
+        parameters = reading_of(matrices, params)
         for path, _ in trees.leaves_with_paths(params):
             parameters.axes(path)  # raises unless it is a matrix
         return optax.EmptyState()
 
     def scaled(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         del params
-        parameters = of_tree(matrices, updates)
+        parameters = reading_of(matrices, updates)
 
         def scale_leaf(path: str, u: Array) -> Array:
             return scale(path, dtypes.wide(u), parameters.axes(path)).astype(u.dtype)

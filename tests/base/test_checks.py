@@ -151,7 +151,7 @@ WRONG |= {  # at init,
     "{'*': 'muon'}; expected jax_muon.find_matrices(params, loss_fn, batch), or fi": (
         lambda: init(jm.orthogonalize(matrices={"*": "muon"}), MATRIX)
     ),
-    "and no flat vector: unflatten before the optimizer": lambda: init(
+    "not a flat vector: unflatten it first": lambda: init(
         optax.flatten(muon(matrices=known(MATRIX))), MATRIX
     ),
     "one vector, as optax.flatten makes: unflatten before": lambda: init(
@@ -177,7 +177,7 @@ WRONG |= {  # at init,
         read_as({"w": "x"}, groups={"x": lambda x: jm.orthogonalize(matrices=x)}),
         {"w": jnp.ones((2, 4, 6))},
     ),
-    "'bias' was not read; there are w": lambda: init(muon(matrices=known(MATRIX))),
+    "'bias' was not read, only w": lambda: init(muon(matrices=known(MATRIX))),
     "params at 'layers'=2; expected arrays": lambda: init(
         nanochat(), MATRIX | {"layers": 2}
     ),
