@@ -108,8 +108,8 @@ def check_mask(name: str, mask: Mask) -> None:
         checks.refuse(name, mask, expected)
 
 
-def of_whole_tree(mask: Mask, tree: optax.Params) -> Mask:
-    """The mask as a tree, after calling one that is a function with all parameters.
+def of_whole_tree(mask: Mask, tree: optax.Params) -> dict[str, bool]:
+    """The mask by path, after calling one that is a function with all parameters.
 
     Raises a ValueError for an entry that names no parameter, unless one is absent: in
     `optax.multi_transform` a MaskedNode replaces the parameters of other transforms.
@@ -125,7 +125,7 @@ def of_whole_tree(mask: Mask, tree: optax.Params) -> Mask:
             f"the mask of the weight decay has {', '.join(unused)}; expected "
             f"parameters, or modules around them: {', '.join(leaves)}"
         )
-    return mask
+    return entries
 
 
 def _is_absent(x: Any) -> bool:

@@ -67,6 +67,23 @@ def test_steps_that_each_recipe_needs():
     assert f"takes {ratios[0]:.2f} to {most:.2f} of the time" in page
 
 
+def test_heads_joined_and_apart():
+    """Means of three seeds, and how far the furthest is."""
+    ends = {}
+    for line in (RESULTS / "learning" / "heads.jsonl").read_text().splitlines():
+        run = json.loads(line)
+        columns = ends.setdefault(run["optimizer"], {"joined": [], "apart": []})
+        columns[run["heads"]].append(run["validation_loss"])
+
+    def cell(losses):
+        assert len(losses) == 3
+        middle = mean(losses)
+        return f"{middle:.4f} ± {max(abs(x - middle) for x in losses):.4f}"
+
+    expected = {name: [*map(cell, x.values())] for name, x in ends.items()}
+    assert table("heads") == expected
+
+
 tasks = runpy.run_path(str(ROOT / "docs" / "charts.py"))["tasks"]
 
 
