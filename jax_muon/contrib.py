@@ -66,7 +66,7 @@ def muon(
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.contrib.muon` of optax 0.2.8: the same arguments, and the same updates.
 
-    In float32 twenty steps agree to 2e-6. The state is that of `jax_muon.muon`, so a
+    In float32 twenty steps agree to 2e-6. The state is as in `jax_muon.muon`, so a
     checkpoint of optax's is refused.
 
     Args:
@@ -186,7 +186,7 @@ def _polar(
     if isinstance(steps, jax.Array) or isinstance(eps, jax.Array):
         return _injected(coefficients, steps if one else len(coefficients), eps, norm)
     if not one and steps < len(coefficients):
-        expected = f"at least {len(coefficients)}, as many as there are quintics"
+        expected = f"at least {len(coefficients)}, the number of quintics"
         checks.refuse("ns_steps", steps, expected)
     floating = [x.dtype for x in jax.tree.leaves(tree) if _is_real(x)]
     dtype = functools.reduce(dtypes.wider, floating, jnp.dtype("bfloat16"))

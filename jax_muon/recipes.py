@@ -393,7 +393,7 @@ def teon(
       matrices: which parameters are matrices: what
         `jax_muon.find_matrices(params, loss_fn, batch)` returns, or labels; see
         `partition`. Without `joins`, queries, keys and values are joined two by two;
-        if there are none in two layers, init raises an error.
+        if no two layers have them, init raises an error.
       adamw: the optimizer of all other parameters, any optax transform: the one that
         trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
         in `groups`.

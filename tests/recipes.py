@@ -26,6 +26,7 @@ RECIPES = {
     "teon": given(jm.teon, 0.02, PLAIN(b2=0.95), matrices=PAIRS),
     "muonh": given(jm.muonh, 0.02, PLAIN(b2=0.95)),
 }
+NAMES = tuple({recipe.func.__name__: None for recipe in RECIPES.values()})
 # The smallest tree in which every recipe has something to do: TEON joins q and q.
 SHAPES = {"wte": (5, 4), "0": {"q": (4, 6)}, "1": {"q": (4, 6)}, "bias": (6,)}
 ON_SPHERES = ("muonh",)  # it takes no weight decay

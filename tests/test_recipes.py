@@ -17,7 +17,7 @@ from optax.contrib import MuonDimensionNumbers
 import jax_muon as jm
 from tests import oracle, trees
 from tests.matrices import reader
-from tests.recipes import ON_SPHERES, RECIPES
+from tests.recipes import NAMES, ON_SPHERES, RECIPES
 
 CHEAP = jnp.tanh  # instead of a polar factor, which is slow to compile
 every_recipe = pytest.mark.parametrize("name", RECIPES)
@@ -130,9 +130,6 @@ def test_narrow_gradients_are_widened_before_anything_is_computed(name, narrow):
     params = model(0, narrow)  # and wide gradients stay wide
     updates, _ = jax.eval_shape(tx.update, wide, tx.init(params), params)
     chex.assert_trees_all_equal_dtypes(updates, wide)
-
-
-NAMES = sorted({x.func.__name__ for x in RECIPES.values()})
 
 
 def described(recipe):

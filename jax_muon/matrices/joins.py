@@ -79,7 +79,7 @@ def joined_matrices(
     """Which matrices of these parameters are orthogonalized as one: each matrix once.
 
     A join with a leaf that is not here, or in a join before it, joins nothing. `shapes`
-    may be those of one device's shards.
+    may be of one device's shards.
     """
     counts = [
         [shape[axis] for axis in matrices.axes(name).batch]
@@ -224,8 +224,8 @@ def _layer_numbers(pattern: str | None, x: Any) -> list[tuple[int, int]] | None:
     """Where a path has numbers that may be its layer, or None if nothing matches.
 
     With a pattern it is the number at {i}. Without one, a query, key or value has its
-    layer in the innermost number that varies. The number of a module of attention, of
-    which a layer may have two, comes first, and is none beside an axis of layers; a
+    layer in the innermost number that varies. The number of a module of attention, if
+    a layer has two, comes first, and is none beside an axis of layers; a
     projection's own (`q2`) never is.
     """
     text = _text(x.path)

@@ -33,7 +33,7 @@ class Split:
     Attributes:
       parts: names of the parts with their widths, `{"query": 768, "key": 256}`, or the
         names alone if all have one width, `("query", "key", "value")`. Each part is a
-        parameter of its own. For many parts without names see `Split.heads`.
+        separate parameter. For many parts without names see `Split.heads`.
       axis: of the parameter; the default is the last, the outputs of a kernel.
 
     Examples:

@@ -37,7 +37,7 @@ class Collective:
         return factor[self.kind] * self.input_bytes
 
     def bytes_between_hosts(self, devices_per_host: int) -> float:
-        """Those of them that a device sends to other hosts.
+        """Bytes that a device sends to other hosts.
 
         Devices with neighbouring numbers share a host. A ring over several hosts
         crosses to the next host once, and the devices of a host each carry one of as

@@ -50,7 +50,7 @@ class Communicator:
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """That of its devices; of this process's, for a mesh that types show."""
+    """The platform of its devices; for a mesh of types, of this process's devices."""
     on = jax.devices() if isinstance(mesh, AbstractMesh) else mesh.devices.flat
     return str(on[0].platform)
 

@@ -200,7 +200,7 @@ def _compute_in_teams(
 
 
 def _select(index: Array, arrays: Sequence[Array]) -> Array:
-    """All but one are computed for nothing, since there are collectives in them."""
+    """One of the arrays. All are computed, since a branch cannot hold collectives."""
     return jax.lax.select_n(index, *arrays) if len(arrays) > 1 else arrays[0]
 
 

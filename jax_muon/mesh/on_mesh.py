@@ -37,13 +37,13 @@ def on_mesh(
     """Run an optimizer on a mesh, with gradients and state sharded further.
 
     Works in plain jit, on Auto and Explicit axes, with and without `jax.set_mesh`;
-    eager calls are jitted. The updates equal those of one device, to rounding.
+    eager calls are jitted. The updates are the same as on one device, to rounding.
 
     Args:
       tx: any optax transform of global arrays: a recipe, or a chain around one.
       where: where the parameters are. A mesh, whose axes are all Auto or all Explicit:
         on Auto axes every device has whole parameters, on Explicit ones they are
-        sharded as their types show. Or `jax.sharding.NamedSharding`s, such as those of
+        sharded as their types show. Or `jax.sharding.NamedSharding`s, as from
         `fsdp` or `jax.tree.map(lambda p: p.sharding, params)`: a tree of them (a prefix
         will do, and None in it means everywhere), one for all parameters, or a function
         of the parameters that returns one of these.
@@ -58,7 +58,7 @@ def on_mesh(
         sent; None for their own.
 
     Returns:
-      An `OnMesh`: an optax transform whose state has the same shapes as that of `tx`,
+      An `OnMesh`: an optax transform whose state has the same shapes as without it,
       so that a checkpoint can be restored on any mesh.
 
     Raises:
@@ -86,7 +86,7 @@ def on_mesh(
     if devices_per_host is not None:
         checks.check_count("devices_per_host", devices_per_host)
     checks.check_float_dtype("gather_dtype", gather_dtype)
-    if isinstance(where, Mesh):  # otherwise when there are parameters
+    if isinstance(where, Mesh):  # else at init, which sees parameters
         checked_axes("divide", divide, where)
         _check_types(where)
     layout = Layout(where, divide, min_size, readings(tx))
@@ -227,7 +227,7 @@ class MeshOptimizer:
             known = map(self.layout.read(params).get, placed.paths)
             scans = [x.scan or "lax.scan" if x and x.scanned else "" for x in known]
         mesh, rows = placed.mesh, zip(scans, placed.param_specs, strict=True)
-        # None for what is not sharded, and so not gathered.
+        # None for leaves that are not sharded, and so not gathered.
         by = [scan if any(dividing(x, mesh.shape)) else None for scan, x in rows]
         axes, leaves = checked_axes("axis", axis, mesh), jax.tree.leaves(params)
         return xla_options.of_leaves(mesh, axes, leaves, by)

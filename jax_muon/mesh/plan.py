@@ -1,4 +1,4 @@
-"""A plan: which device computes which sharded matrix, and what is sent for that.
+"""A plan: which device computes which sharded matrix, and the transfers for that.
 
 `owners.py` makes it, `exchange.py` carries it out, and `describe` shows it.
 """
@@ -136,7 +136,7 @@ class Round:
             first, starts = last, stops
 
     def row_slices(self, counts: Sequence[int]) -> list[slice]:
-        """Elements for an owner with these counts: those of each pool, in its row."""
+        """Elements for an owner with these counts: by pool, in its row."""
         pairs = zip(counts, self.pools, strict=True)
         sizes = [count * math.prod(pool.shard_shape) for count, pool in pairs]
         stops = [0, *itertools.accumulate(sizes)]
@@ -158,7 +158,7 @@ class Round:
 
 
 def transfers(pools: Sequence[Pool], sizes: Sizes) -> list[Collective]:
-    """What a device takes part in during a step by this plan, padding included."""
+    """The collectives of a device in a step by this plan, padding included."""
     collectives = [x for each in rounds(pools) for x in each.transfers(sizes)]
     for pool in pools:
         if not pool.counts:

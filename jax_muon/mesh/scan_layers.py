@@ -322,7 +322,7 @@ def _scan(
         (d_carry, d_consts, _, waiting, d_shards), _ = jax.lax.scan(
             step, start, inputs, reverse=True
         )
-        # Layer 1 has one stage left, if there are two, and layer 0 has all of them.
+        # Of two stages, layer 1 has one left, and layer 0 has both.
         for late in reversed(range(len(scatters))):
             done = waiting[late]
             for scatter in scatters[late:]:
@@ -345,7 +345,7 @@ def _reals(tree: Any) -> Any:
 
 
 def _all(cotangents: Any, like: Any) -> Any:
-    """Those of results that have one, and JAX's zeros for the others."""
+    """The cotangents of results that have one, and JAX's zeros for the others."""
     return jax.tree.map(
         lambda x, d: np.zeros(x.shape, jax.dtypes.float0) if d is None else d,
         *(like, cotangents),

@@ -234,7 +234,7 @@ class TrainStep:
     def gathers(self, params: Any, batch: Any, *others: Any) -> Gathers:
         """Which parameters `scan_layers` gathers, by a trace of the loss.
 
-        Warns of layers that are given to it and have to be gathered whole.
+        Warns of layers that are passed to it and yet must be gathered whole.
         """
         placed = self.tx.optimizer.layout.of_leaves(params)
         leaves, treedef = jax.tree.flatten((params, batch, others))
@@ -251,7 +251,7 @@ class TrainStep:
         if not sharded(specs):
             return Gathers([None] * len(specs), {})
         uses = self._uses(placed, params, batch, others)
-        # Specs of a layer of what comes with each mark; None where it cannot be held.
+        # Specs of a layer, by its mark; None where it cannot be held.
         mark_specs: dict[str, set[Any]] = collections.defaultdict(set)
         for spec, of_leaf in zip(specs, uses, strict=True):
             held = len(of_leaf) == 1 and not any(spec[:1])
@@ -305,7 +305,7 @@ class TrainStep:
         self, scans: Scans, params: Any, part: Any, others: Any
     ) -> tuple[list[list[jaxprs.LayerUse]], Callable[..., Any]]:
         """How the loss uses each parameter, and the loss as traced."""
-        # With an axis of its own a trace finds no function that JAX remembers from
+        # With a separate axis a trace finds no function that JAX remembers from
         # another one, in which `scan_layers` did something else.
         axis = f"trace {next(_traces)} of jax_muon"
         with setting(scans=scans):
@@ -421,7 +421,7 @@ class TrainStep:
         devices = comm.mesh.size
         total, mean, share = jnp.asarray(devices, float), wide(loss), 1.0
         if weight is not None:
-            # Collectives in the loss mix the cotangents of devices, so these have to be
+            # Collectives in the loss mix the cotangents of devices, so these must be
             # in the ratio of the weights. They are 1 on average, as float16 needs it.
             total = jax.lax.psum(weight, comm.axes)
             share = weight * devices / jnp.where(total == 0, 1, total)
@@ -459,8 +459,8 @@ def _outputs(
     batch: Any,
     *others: Any,
 ) -> _Outputs:
-    """What a loss function returns, in one form; see `make_train_step`."""
-    # Anew, since a variable of NNX can change only in the trace that made it.
+    """The results of a loss function, in one form; see `make_train_step`."""
+    # Rebuilt, since a variable of NNX can change only in the trace that made it.
     args = jax.tree.map(lambda x: x, (batch, *others))
     loss, weight, aux = loss_fn(params, *args), None, None
     if has_aux:

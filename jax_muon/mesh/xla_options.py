@@ -18,7 +18,7 @@ GATHERS_FIRST = 64
 GATHERS_LAST = 16
 SCATTERS = 32
 LEAST_BUCKET = 4_000_000  # bytes; a smaller one takes as long
-# From so many on, latencies are long, and a layer is sent at once. Before, that would
+# At this size latencies are long, and a layer is sent at once. Below, that would
 # hold up sums of activations, by 18 ms for llama-7b and tensor parallelism on 64 H100s.
 MANY_DEVICES = 16
 # For a scan in plain jit, whose gathers are XLA's own: MaxText's options for GPUs. For

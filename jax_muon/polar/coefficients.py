@@ -37,7 +37,7 @@ def quintics(
         expected = "one (a, b, c) or a sequence of them; a and b not 0"
         checks.refuse("coefficients", coefficients, expected)
     if len(table) < (steps or 1):
-        expected = f"an integer from 1 to {len(table)}, as many as there are quintics"
+        expected = f"an integer from 1 to {len(table)}, the number of quintics"
         checks.refuse("steps", steps, expected)
     return _as_tuples(table[:steps])
 

@@ -15,7 +15,7 @@ of the product, a X + (P - a I) X. What else differs, and what it is worth:
 
 - The norm is one sum, which XLA computes in the pass that makes X from momentum and
   gradient: a step of GPT-2 124M on an H100 then moves 4.7 GB outside of products, where
-  two sums or a pass of its own make it 6 to 9.
+  two sums or a separate pass make it 6 to 9.
 - Tall X (n, m) stays tall, R = X^T X and X <- X P: nothing is transposed.
 - No R R where c = 0, as in cubics: two products a step instead of three.
 - A CPU takes one matrix after another, and symmetric products by halves: 1.15 to 1.5
@@ -76,7 +76,7 @@ def iterate(
     Args:
       stacks: matrices (_, rows, cols) of one shape and dtype. Norms are taken before
         they are joined: XLA computes them in the pass that makes each leaf, such as
-        momentum, and not those of a stack.
+        momentum, and not in a pass over a stack.
       settings: a `NewtonSchulz`.
       kernels: whether NVIDIA GPUs take the kernels of `hopper`.
       team: devices that have columns of each matrix, which take the standard form.
@@ -136,7 +136,7 @@ def _one_by_one(
 
     def single(part: Array) -> Array:
         matrix = part[0].T if turned else part[0]
-        # Flat, so that rows lie in memory as on a mesh: sums along them have one order.
+        # Flat, so that rows are in memory as on a mesh: sums along them have one order.
         y = jax.lax.optimization_barrier(matrix.reshape(-1))
         y = y.reshape((1,) * low_precision + matrix.shape)
         scales = _scales(products, settings, [y])
@@ -149,7 +149,7 @@ def _one_by_one(
 def _in_parts(
     function: Callable[..., Array], stack: Array, *scales: Array, most: int
 ) -> Array:
-    """The function of so many matrices at a time, or of fewer, written over the stack.
+    """The function of that many matrices at a time, or fewer, written over the stack.
 
     All parts are equal: of 24 matrices, where at most 7 are wanted, 4 parts of 6.
     """

@@ -96,8 +96,8 @@ def diagonal_of(r: Float[Array, "*batch m m"]) -> Bool[Array, "*batch m m"]:
 class Products:
     """The products as XLA computes them: sums in at least float32, rounded once.
 
-    On a CPU, which rounds only where it is told to, symmetric ones are computed by
-    halves where that is faster. A GPU rounds results of products by itself, so that
+    On a CPU, which rounds only on request, symmetric ones are computed by
+    halves where that is faster. A GPU rounds results of products anyway, so that
     only P takes a pass over memory.
     """
 

@@ -64,7 +64,7 @@ class Team:
 
 
 class SharedProducts(Products):
-    """The products of matrices of which each device of a team has some columns.
+    """The products of matrices whose columns a team of devices shares.
 
     X is (*batch, m, n / size), such as (1, 2048, 1024) of (2048, 8192) on 8 devices.
     R and P are whole on every device, (1, 2048, 2048). Parts of sums travel in the

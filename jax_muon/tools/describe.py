@@ -130,7 +130,7 @@ class Description:
         return "\n".join([*lines, "", *self._work()] if self.sizes else lines)
 
     def _work(self) -> list[str]:
-        """Which devices compute the matrices of each pool, and what a device sends."""
+        """Which devices compute the matrices of each pool, and the bytes they send."""
         devices = math.prod(self.sizes.values())
         rows = [["pool", "over", "matrices", "owners", "each"]]
         rows += [_pool_row(pool, self.sizes) for pool in self.pools]
@@ -303,7 +303,7 @@ def _rows(shapes: Any, read: Mapping[str, Parameter]) -> list[Parameter]:
 
 
 def _bytes_by_path(state: Any, names: Sequence[str]) -> dict[str, int]:
-    """Bytes of state on a device. A parameter's path ends that of its state."""
+    """Bytes of state on a device, by the parameter's path, which ends the state's."""
     total = dict.fromkeys(names, 0)
     for path, x in trees.leaves_with_paths(state):
         if not x.shape and jnp.issubdtype(x.dtype, jnp.integer):
@@ -370,5 +370,5 @@ def _bytes(count: int) -> str:
 
 
 def _bytes_text(sizes: Mapping[str, float]) -> str:
-    """Sizes by what they are of, such as `parameters 1.2 MB, state 300 B`."""
+    """Sizes with their names, such as `parameters 1.2 MB, state 300 B`."""
     return ", ".join(f"{what} {_bytes(int(size))}" for what, size in sizes.items())

@@ -39,7 +39,7 @@ class Verification:
     Attributes:
       differences: by path, the largest difference of an update at any step, relative
         to its norm (NaN if an element is finite on one side only), and its bound; and
-        those of arrays of state, under "state" and a path.
+        the same of arrays of state, under "state" and a path.
       problems: as sentences; empty if the layout is right.
       remarks: the mesh, and whether any matrix was sent to an owner.
     """

@@ -33,7 +33,7 @@ def adamw(
        W \leftarrow W - \eta \left(\frac{M / (1 - \beta_1^t)}
        {\sqrt{V / (1 - \beta_2^t)} + \epsilon} + \lambda W\right)
 
-    For float32 parameters the numbers are those of `optax.adamw`, bit for bit. There,
+    For float32 parameters it equals `optax.adamw`, bit for bit. There,
     moments have the dtype of the parameters: in float16 the default eps is 0, and a
     gradient of 0, as of a row that the batch does not look up, makes 0 / 0. Updates
     have the dtype of the gradients, or of the parameters if that is wider.

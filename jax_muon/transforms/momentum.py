@@ -138,7 +138,7 @@ def _read(stored: Array, scale: Array | None = None) -> Array:
 def _stored(
     x: Array, old: Sequence[Array], dtype: str | None, path: str, count: Array
 ) -> tuple[Array, ...]:
-    """x as it is stored after `count` steps, given what was stored before."""
+    """x as it is stored after `count` steps, given the array stored before."""
     if dtype == "int8":
         # One scale for each row: a maximum is exact however the row is sharded.
         _, before = old

@@ -54,7 +54,7 @@ def clip_qk(
     head above the threshold stay the same bit for bit.
 
     A maximum that is not finite clips nothing: `skip_nonfinite` around the chain skips
-    such a step whole. Inside `optax.MultiSteps` the maxima of its last step count.
+    that step whole. Inside `optax.MultiSteps` the maxima of its last step count.
     Behind QK-norm clipping changes the weights and not the logits.
 
     Args:
@@ -129,7 +129,7 @@ def clip_qk(
             key_heads, spread = _heads(name, queries, keys, largest.shape, layers_axis)
             above = (largest > threshold) & jnp.isfinite(largest)
             clipped += jnp.sum(above, dtype=jnp.int32)
-            # Exactly 1 if nothing is clipped, so every factor below is exactly 1 too.
+            # Exactly 1 if nothing is clipped, and then so is every factor below.
             gamma = threshold / jnp.where(above, largest, threshold)
             grouped = gamma.reshape(*gamma.shape[:-1], key_heads, -1)
             kappa = jnp.min(grouped, axis=-1, keepdims=True) ** (1 - balance)

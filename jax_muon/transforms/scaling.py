@@ -113,8 +113,7 @@ def scale_by_normuon(
     Args:
       decay: :math:`\beta` in [0, 1), or a schedule of it.
       axis: "output": one mean for each output neuron, as in the paper; "longer": for
-        each output if there are at least as many as inputs, else for each input, as in
-        nanochat.
+        each output if out >= in, else for each input, as in nanochat.
       eps: smallest mean square, and smallest norm, that is divided by.
       matrices: see `orthogonalize`.
 

@@ -94,7 +94,7 @@ def add_decayed_weights(
     ) -> tuple[optax.Updates, optax.OptState]:
         checks.check_params("weight_decay, unless it is 0.0,", params)
         updates, _ = tx.update(updates, state, params)
-        # In optax 0.2.6 the count of a schedule stands still.
+        # In optax 0.2.6 the count of a schedule does not change.
         return updates, jax.tree.map(optax.safe_increment, state)
 
     return optax.GradientTransformation(tx.init, update_fn)

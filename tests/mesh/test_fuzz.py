@@ -27,7 +27,7 @@ from optax.contrib import MuonDimensionNumbers
 import jax_muon as jm
 from jax_muon.tools.verify import compare
 from tests.mesh.case import at, mesh_of
-from tests.recipes import RECIPES
+from tests.recipes import NAMES, RECIPES
 
 DRAWN = {  # settings, of the recipes that have them
     "learning_rate": (0.02, 0.9),  # at 1, a step from 0 ends on the very sphere
@@ -62,7 +62,7 @@ NUMBERS = {
     "rows apart": ("rows apart", "normal"),
 }
 FEATURES = {
-    "recipe": ("muon", "nanochat", "normuon", "moonlight", "teon", "muonh"),
+    "recipe": NAMES,
     "around": ("nothing", "clip", "skip", "if finite", "every two", "injected"),
     "run": ("auto", "explicit", "step", "step, microbatches"),
     "mesh": tuple(MESHES),

@@ -84,7 +84,7 @@ def corner(tile: Any, m: int, columns: int) -> tuple[Any, Any]:
     """First row and column of a tile; a row beyond m where a pair has one too many.
 
     Row i and row `rows - 1 - i` of a triangle have `rows + 1` tiles together, so that
-    a division finds the pair; a square root would have to be corrected. Of an odd
+    a division finds the pair; a square root would need a correction. Of an odd
     number of rows the middle one is left, and the last tiles fill it.
     """
     rows, height = pl.cdiv(m, columns), columns // ROWS
@@ -159,7 +159,7 @@ def _kernel(x: Any, *refs: Any, columns: int, stages: int, tall: bool) -> None:
 
 
 def _of_x(tall: bool, rows: Any, summed: Any) -> tuple[Any, Any]:
-    """Sizes or ranges of the result's rows and of what is summed, in the order of X."""
+    """Sizes or ranges of the result's rows and the summed axis, in X's order."""
     return (summed, rows) if tall else (rows, summed)
 
 
