@@ -174,13 +174,17 @@ def reader(matrices: Reader) -> Callable[[PyTree], Matrices]:
 
 
 def _check_reading(name: str, value: Reader, expected: str) -> None:
-    """The value must be a `Matrices`, or rules in a container."""
+    """The value must be a `Matrices`, or rules in a container; "muon" is neither."""
     if value is None or jax.tree_util.all_leaves([value]):
         checks.check_kind(name, value, Matrices, expected)
 
 
 def trained(model: PyTree) -> PyTree:
-    """The parameters of a model: `nnx.Param`s of an NNX module, floats of Equinox's."""
+    """The parameters of a model: `nnx.Param`s of an NNX module, floats of Equinox's.
+
+    BatchNorm's running mean is no nnx.Param; a dropout key is no float. Any other tree
+    is its own parameters.
+    """
     # A framework that is not imported made no module.
     nnx, equinox = (sys.modules.get(name) for name in ("flax.nnx", "equinox"))
     if nnx and isinstance(model, nnx.Module):
@@ -237,7 +241,11 @@ def _is_inexact(x: object) -> bool:
 
 
 def _unread(path: str, leaf: jax.ShapeDtypeStruct) -> Parameter:
-    """A vector, or a parameter that only a rule can make a matrix."""
+    """A parameter that no function uses: only a rule can make a matrix of it.
+
+    norm/scale (64, 8) is a vector by its name; (64,), and (64, 8) in int32, cannot be
+    matrices; up (64, 8) is in doubt until a rule names it.
+    """
     is_vector = trees.slashed(path).rpartition("/")[2] in ("bias", "scale")
     if is_vector or not_a_matrix(leaf.shape, leaf.dtype):
         label, role, reason, doubt = ADAMW, "vector", "a vector", None
@@ -247,7 +255,10 @@ def _unread(path: str, leaf: jax.ShapeDtypeStruct) -> Parameter:
 
 
 def _shapes(params: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every parameter by path; a ValueError if two have one path."""
+    """Shape and dtype of every parameter by path; a ValueError if two have one path.
+
+    {"a/b": x, "a": {"b": y}} has a/b twice.
+    """
     flat = trees.leaves_with_paths(params)
     leaves = dict(flat)
     if len(leaves) < len(flat):
