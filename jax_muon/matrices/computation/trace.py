@@ -1,7 +1,7 @@
 """Follow every parameter through a traced function, until operations apply it to data.
 
 A `Trace` runs a jaxpr on `Value`s. Rules are registered by the names of primitives:
-`moves` rearranges axes, `products` has contractions, `loops` control flow. Without a
+`moves` rearranges axes, `contractions` has products, `loops` control flow. Without a
 rule an operation is elementwise if its shapes fit, and otherwise opaque: what becomes
 of a leaf in it is unknown.
 """
