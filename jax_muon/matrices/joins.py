@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_muon.base import checks, trees
-from jax_muon.matrices.matrices import ADAMW, Join, Matrices
+from jax_muon.matrices.matrices import ADAMW, Join, Matrices, Parameter
 from jax_muon.matrices.splits import projection, read_parts
 
 # Path pattern to K >= 2, or K alone for all queries, keys and values.
@@ -124,8 +124,10 @@ def map_stacks(
 
     Single matrices of one shape share a stack: few programs are compiled, and all cores
     of an accelerator have work. For a batch of several a copy costs more than it saves.
+    Batches (1, 768, 768), (12, 768, 3072), (1, 768, 768) become the stacks
+    (2, 768, 768) and (12, 768, 3072).
     """
-    by_shape: dict[Any, list[int]] = {}
+    by_shape: dict[object, list[int]] = {}
     for index, x in enumerate(batches):
         key = (x.shape, x.dtype) if len(x) == 1 else index
         by_shape.setdefault(key, []).append(index)
@@ -185,26 +187,29 @@ def with_joins(matrices: Matrices, joins: Joins | None) -> Matrices:
 def _joins(
     size: int,
     layers: Mapping[str, Sequence[tuple[int, int]]],
-    members: Mapping[str, Any],
+    members: Mapping[str, Parameter],
     in_batch: bool,
 ) -> list[Join]:
     """Join each `size` successive layers of one shape; the remaining ones stay single.
 
     Layers differ in the last of these numbers of their paths that varies. Without one,
-    `in_batch`, they are the leading axis of a scanned parameter.
+    `in_batch`, they are the leading axis of a scanned parameter. With size 2, layers
+    blocks/0/q to blocks/4/q make (0, 1) and (2, 3), and 4 stays single.
     """
-    groups: dict[Any, list[tuple[int, str]]] = {}  # by shape, and path but one number
-    keys: dict[str, list[Any]] = {}  # the groups of a path
+    # By shape, and path but one number: ("/blocks/", "/q/", (768, 768), ...).
+    groups: dict[object, list[tuple[int, str]]] = {}
+    keys: dict[str, list[object]] = {}  # the groups of a path
     for path, spans in layers.items():
         text, x = _text(path), members[path]
         of = x.shape, x.axes, x.dtype
         keys[path] = [(text[:start], text[stop:], *of) for start, stop in spans]
         for (start, stop), key in zip(spans, keys[path], strict=True):
             groups.setdefault(key, []).append((int(text[start:stop]), path))
-    found: dict[Any, list[Join]] = {}
+    found: dict[object, list[Join]] = {}
     for path, candidates in keys.items():
         varying = [key for key in candidates if len(groups[key]) > 1]
-        batch = members[path].axes.batch
+        axes = members[path].axes
+        batch = axes.batch if axes else ()
         if varying:
             ordered = [path for _, path in sorted(groups[varying[-1]])]
             found[varying[-1]] = [
@@ -220,13 +225,13 @@ def _text(path: str) -> str:
     return f"/{trees.slashed(path)}/"
 
 
-def _layer_numbers(pattern: str | None, x: Any) -> list[tuple[int, int]] | None:
+def _layer_numbers(pattern: str | None, x: Parameter) -> list[tuple[int, int]] | None:
     """Where a path has numbers that may be its layer, or None if nothing matches.
 
     With a pattern it is the number at {i}. Without one, a query, key or value has its
-    layer in the innermost number that varies. The number of a module of attention, if
-    a layer has two, comes first, and is none beside an axis of layers; a
-    projection's own (`q2`) never is.
+    layer in the innermost number that varies: of blocks/11/attn/q that is 11, (8, 10).
+    The number of a module of attention comes first, since a layer may have two of them,
+    and does not count beside an axis of layers; that of a projection, `q2`, never does.
     """
     text = _text(x.path)
     if pattern is not None:
@@ -241,7 +246,7 @@ def _layer_numbers(pattern: str | None, x: Any) -> list[tuple[int, int]] | None:
         match
         for match in re.finditer(r"\d+", text)
         if not projection(text[: match.end()].rpartition("/")[2])
-        and not (_is_of_attention(match) and x.axes.batch)
+        and not (_is_of_attention(match) and x.axes and x.axes.batch)
     ]
     numbers.sort(key=lambda match: (not _is_of_attention(match), match.start()))
     return [match.span() for match in numbers]

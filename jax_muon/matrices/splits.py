@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+from jaxtyping import Array, PyTree
 
 from jax_muon.base import array_types, checks, specs, trees
 from jax_muon.matrices.matrices import MatrixAxes, Parameter
@@ -136,8 +138,8 @@ def read_parts(
     return dict(trees.leaves_with_paths(parts))
 
 
-def _read(split: Split, whole: Parameter) -> Any:
-    """How the parts of one parameter are read, as `_parts` of it."""
+def _read(split: Split, whole: Parameter) -> dict[str, Parameter] | Parameter:
+    """How the parts of a parameter are read: by name, or as a batch, as in `_parts`."""
     shape, axis = list(whole.shape), split.axis
     parts: Any = split.parts
     if not isinstance(parts, int):
@@ -224,13 +226,17 @@ def _with_split(
 
 
 def _map_split(
-    function: Callable[..., Any], pattern: str, split: Split, tree: Any, *rest: Any
-) -> Any:
+    function: Callable[..., PyTree],
+    pattern: str,
+    split: Split,
+    tree: PyTree,
+    *rest: PyTree,
+) -> PyTree:
     """Apply a function to parameters that match; take others from the last tree."""
     checks.check_kind(f"splits[{pattern!r}]", split, Split, "a jax_muon.Split")
     paths = []
 
-    def apply(key_path: tuple[Any, ...], *nodes: Any) -> Any:
+    def apply(key_path: KeyPath, *nodes: PyTree) -> PyTree:
         path = trees.path_string(key_path)
         paths.append(path)
         if not trees.matches(pattern, path):
@@ -246,8 +252,12 @@ def _map_split(
 # --- one parameter --------------------------------------------------------------------
 
 
-def _parts(split: Split, whole: Any) -> Any:
-    """The parts of a parameter, unboxed: by name, or a batch of equal ones."""
+def _parts(split: Split, whole: PyTree) -> PyTree:
+    """The parts of a parameter, unboxed: by name, or a batch of equal ones.
+
+    (768, 2304) into q, k and v: three arrays (768, 768). (768, 768) into 12 heads: one
+    array (12, 768, 64).
+    """
     (x,), axis = jax.tree.leaves(whole), split.axis
     parts: Any = split.parts
     x = _undivided(split, x)
@@ -259,7 +269,7 @@ def _parts(split: Split, whole: Any) -> Any:
     return OrderedDict(zip(parts, jnp.split(x, ends, axis), strict=True))
 
 
-def _join(split: Split, whole: Any, parts: Any) -> Any:
+def _join(split: Split, whole: PyTree, parts: PyTree) -> PyTree:
     """The parts as one, with the box and sharding of `whole`."""
     (like,), axis = jax.tree.leaves(whole), split.axis
     if isinstance(split.parts, int):
@@ -272,10 +282,12 @@ def _join(split: Split, whole: Any, parts: Any) -> Any:
     return jax.tree.map(lambda _: x, whole)
 
 
-def _undivided(split: Split, x: Any) -> Any:
+def _undivided(split: Split, x: Array) -> Array:
     """x with its split axis not sharded, unless the mesh axes there divide every part.
 
-    They move to another axis if one is free, so that state stays sharded.
+    They move to another axis if one is free, so that state stays sharded: q, k and v of
+    (768, 2304) over 8 devices along the last axis are 768 wide, which 8 divides, so it
+    stays; widths (768, 4, 4) go to P("data", None).
     """
     if not isinstance(x, jax.Array) or not array_types.is_explicit(x):
         return x

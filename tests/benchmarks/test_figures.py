@@ -228,7 +228,7 @@ def test_the_readme_has_steps_on_both_cards():
     }
     ours, optax = (x.split(";")[0] for x in table("gpu_readme")["GPT-2 124M"][:2])
     first = (ROOT / "README.md").read_text().partition("```python")[0]
-    assert f"takes {ours} ms on an H100, [optax's Muon {optax}]" in first
+    assert f"took {ours} ms on an H100, [optax's Muon {optax}]" in first
 
 
 def test_what_was_right_on_a_gpu():
