@@ -491,8 +491,7 @@ def muonh(
       5.0
     """
 
-    def chain(mask: Mask, matrices: Matrices) -> optax.GradientTransformation:
-        del mask  # nothing decays
+    def chain(_: Mask, matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
             scale_by_momentum(momentum, mu_dtype=mu_dtype),
             orthogonalize(_polar(polar, ns_steps, dtype), matrices=matrices),
@@ -506,9 +505,7 @@ def _polar(
     polar: Polar | None,
     ns_steps: int | None,
     dtype: jax.typing.DTypeLike | None,
-    table: Callable[
-        [int], coefficients.Coefficients | coefficients.Table
-    ] = lambda steps: coefficients.NEWTON_SCHULZ,
+    table: Callable[[int], Any] = lambda steps: coefficients.NEWTON_SCHULZ,
     **settings: Any,
 ) -> Polar:
     """The polar factor that is given, or else the recipe's."""
