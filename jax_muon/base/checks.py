@@ -134,7 +134,7 @@ def check_no_factory(name: str, value: object) -> None:
     """Refuse `optax.sgd`, given for `optax.sgd(1e-3)` where functions may be given.
 
     A public name of its module is refused. What a factory returns, such as
-    "constant_schedule.<locals>.schedule", has none, nor has a user's function.
+    "constant_schedule.<locals>.<lambda>", has none, nor has a user's function.
     """
     factory, module = (str(getattr(value, x, "")) for x in ("__name__", "__module__"))
     is_public = getattr(sys.modules.get(module), factory, None) is value
