@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float
 
 from jax_muon.base.dtypes import small_unit, wide, wider
 
-# Each coefficient is a number, or an array of one for each matrix (*batch, 1, 1).
+# The (a, b, q) of a I + b (R + q R R), where q = c / b: numbers, or arrays of one for
+# each matrix (*batch, 1, 1).
 Quintic = tuple[float | Array, float | Array, float | Array]
 
 
@@ -83,8 +84,8 @@ def polynomial(r: Array, square: Array, diagonal: Array, quintic: Quintic) -> Ar
 
     `diagonal` is true there. XLA would keep an array of a I for each step in memory.
     """
-    a, b, c = quintic
-    total = b * wide(r) + c * square
+    a, b, q = quintic
+    total = b * (wide(r) + q * square)
     return jnp.where(diagonal, total + a, total).astype(r.dtype)
 
 
@@ -96,9 +97,9 @@ def diagonal_of(r: Float[Array, "*batch m m"]) -> Bool[Array, "*batch m m"]:
 class Products:
     """The products as XLA computes them: sums in at least float32, rounded once.
 
-    On a CPU, which rounds only on request, symmetric ones are computed by
-    halves where that is faster. A GPU rounds results of products anyway, so that
-    only P takes a pass over memory.
+    On a CPU, where rounding is a pass of its own, symmetric ones are computed by halves
+    where that is faster. A GPU rounds within a product, so that only P takes a pass
+    over memory.
     """
 
     def __init__(self, tall: bool = False, on_cpu: bool = False):
@@ -111,7 +112,10 @@ class Products:
         For a GPU it is one sum, of complex numbers: XLA computes that in the pass that
         makes X, but neither of two sums: 14 bytes an element instead of 22.
         """
-        small = x * small_unit(x.dtype)
+        # Without the barrier XLA writes (x u)^2 of one element as x^2 u^2, infinity
+        # times 0, and every derivative 2 (x u) u as x (2 u^2), which is 0.
+        unit = jax.lax.optimization_barrier(jnp.asarray(small_unit(x.dtype), x.dtype))
+        small = x * unit
         if self.on_cpu:
             both = matrix_sum(x * x), matrix_sum(small * small)
         else:
@@ -126,10 +130,14 @@ class Products:
         return self.symmetric(y, y)
 
     def polynomial(self, r: Array, quintic: Quintic) -> Float[Array, "*batch m m"]:
-        """a I + b R + c R R, for symmetric R."""
+        """a I + b (R + q R R), for symmetric R."""
         # Without R R in cubics, two products a step instead of three.
         is_cubic = isinstance(quintic[2], float) and quintic[2] == 0
         square = wide(r) if is_cubic else self._outer(r, r)
+        if not self.on_cpu:
+            # Otherwise XLA writes R in float32, for cuBLAS to add: 12 bytes an element
+            # of R outside of the product instead of 8.
+            square = jax.lax.optimization_barrier(square)
         return polynomial(r, square, diagonal_of(r), quintic)
 
     def product(self, p: Array, x: Array) -> Float[Array, "*batch _ _"]:

@@ -1,13 +1,13 @@
 """One matrix on several devices: each has part of the columns.
 
-Devices exchange what they need for the three products of a step within a host:
+A team of 8 devices of a host with (2048, 8192) has (2048, 1024) on each. In a step
 
   R = X X^T              each device's columns give a part of the sum; everyone adds up
                          some rows of all parts, and gathers the rest;
   P = a I + b R + c R R  everyone computes some columns, and gathers the rest;
   X <- P X               everyone computes its own columns.
 
-So the work is divided evenly, and each device sends three matrices (m, m) a step.
+so that the work is divided evenly, and each device sends three matrices (m, m) a step.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class Team:
 
 
 class SharedProducts(Products):
-    """The products of matrices whose columns a team of devices shares.
+    """The products of matrices whose columns are divided over a team.
 
     X is (*batch, m, n / size), such as (1, 2048, 1024) of (2048, 8192) on 8 devices.
     R and P are whole on every device, (1, 2048, 2048). Parts of sums travel in the
@@ -89,7 +89,7 @@ class SharedProducts(Products):
         return self.team.gather(rows.astype(x.dtype), axis)
 
     def polynomial(self, r: Array, quintic: Quintic) -> Float[Array, "*batch m m"]:
-        """a I + b R + c R R, for symmetric R."""
+        """a I + b (R + q R R), for symmetric R."""
         width = r.shape[-1] // self.team.size
         start = self.team.rank() * width
         columns, diagonal = (

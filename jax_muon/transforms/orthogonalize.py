@@ -37,7 +37,14 @@ def orthogonalize(
 
     Muon, https://kellerjordan.github.io/posts/muon/. Joined matrices count as one
     (TEON, arXiv 2601.23261). On a mesh of several devices, which types of arrays show,
-    each matrix is computed by one of those that hold it, or by a team of them.
+    each matrix is computed by one of those that hold it, or by a team of them. An
+    update has three phases:
+
+    1. read: the axes of every matrix, and which are joined to one;
+    2. plan, on a mesh: the part of each leaf that a device holds, the pools of matrices
+       of one shape, and the owners of each pool;
+    3. map: leaves such as (768, 12, 64) become matrices (1, 768, 768), those of one
+       shape are mapped to polar factors as one batch, and become leaves again.
 
     Args:
       polar: a function of arrays (..., m, n): `PolarExpress()`, `NewtonSchulz()`,
@@ -86,6 +93,7 @@ def orthogonalize(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
+        # 1. Read.
         parameters = reading_of(matrices, updates)
         flat = trees.leaves_with_paths(updates)
         names, leaves = [path for path, _ in flat], [x for _, x in flat]
@@ -96,6 +104,7 @@ def orthogonalize(
             leaves = _map_matrices(factors, parameters, names, joined, leaves)
             return jax.tree.unflatten(structure, leaves), state
 
+        # 2. Plan.
         sizes, devices_per_host = dict(mesh.shape), surroundings().devices_per_host
         specs = [dividing(jax.typeof(x).sharding.spec, sizes) for x in leaves]
         specs, joined, pools = owners.local_matrices(
@@ -115,6 +124,8 @@ def orthogonalize(
         )
         facts.note().pools[tuple(names)] = pools
         facts.note().sizes.update(sizes)
+
+        # 3. Map, on each device its part.
         if mesh.size > 1:
             factors = functools.partial(exchange.map_pools, polar, pools=pools)
         on_device = functools.partial(_map_matrices, factors, parameters, names, joined)
@@ -131,7 +142,7 @@ def _map_matrices(
     joined: Sequence[Joined],
     leaves: Sequence[Array],
 ) -> list[Array]:
-    """Factors of the joined matrices of leaves, or of one device's shards of them."""
+    """Leaves, or a device's shards of them, with their joined matrices mapped."""
     by_size = sorted(joined, key=lambda x: x.size)
     sizes = {names[leaf]: x.size for x in by_size for leaf in x.leaves}
     facts.note().joined.update(sizes)

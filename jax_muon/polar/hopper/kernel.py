@@ -1,4 +1,4 @@
-"""X X^T, X^T X, and a I + b R + c R R of symmetric R, as a kernel for Hopper GPUs.
+"""X X^T, X^T X, and a I + b (R + q R R), as a kernel for Hopper GPUs.
 
 It is written for Pallas's Mosaic GPU backend, which is imported here and nowhere else.
 
@@ -11,6 +11,7 @@ all.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
+
+from jax_muon.polar.products import Products, Quintic
 
 try:
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -35,16 +38,52 @@ ROWS = COMPUTING * SQUARE
 LOADING_REGISTERS, COMPUTING_REGISTERS = 40, 232
 
 
+class HopperProducts(Products):
+    """R and P equal to their transposes bit by bit, summed in float32, rounded once.
+
+    Matrices are bfloat16: tensor cores do not multiply float32 without rounding.
+    """
+
+    def gram(self, x: Array) -> Float[Array, "*batch m m"]:
+        """X X^T, or of tall X X^T X."""
+        return _by_kernel(x, tall=self.tall)
+
+    def polynomial(self, r: Array, quintic: Quintic) -> Float[Array, "*batch m m"]:
+        """a I + b (R + q R R). Symmetry is not checked: the lower half decides.
+
+        The coefficients are an operand of the kernel, so that all steps share one.
+        """
+        each = (jnp.asarray(x, jnp.float32) for x in quintic)
+        full = [jnp.broadcast_to(x, (*r.shape[:-2], 1, 1)).reshape(-1) for x in each]
+        return _by_kernel(r, factors=jnp.stack(full, axis=-1))
+
+
+def _by_kernel(
+    x: Array, factors: Array | None = None, tall: bool = False
+) -> Float[Array, "*batch m m"]:
+    """The kernel's product, of a stack with zeros up to whole squares."""
+    if x.dtype != jnp.bfloat16:
+        raise ValueError(f"x of dtype {x.dtype}; expected bfloat16")
+    *batch, rows, cols = x.shape
+    m = cols if tall else rows
+    if x.size == 0:
+        return jnp.zeros((*batch, m, m), x.dtype)
+    pads = [(0, 0), *((0, -size % SQUARE) for size in (rows, cols))]
+    stack = jnp.pad(x.reshape(math.prod(batch), rows, cols), pads)
+    product = symmetric_product(stack, factors, tall=tall)
+    return product[:, :m, :m].reshape(*batch, m, m)
+
+
 # One function in the program for all calls of a kind: tracing takes half a second.
 @functools.partial(jax.jit, static_argnames=("tall", "columns", "stages"))
 def symmetric_product(
     x: Array, factors: Array | None, *, tall: bool, columns: int = 256, stages: int = 4
 ) -> Float[Array, "k m m"]:
-    """X X^T of (k, m, n), X^T X of tall (k, n, m), or a I + b X + c X X^T.
+    """X X^T of (k, m, n), X^T X of tall (k, n, m), or a I + b (X + q X X^T).
 
     Args:
       x: bfloat16; m and n are multiples of 64.
-      factors: float32 (k, 3), the (a, b, c) of each X; without them X X^T.
+      factors: float32 (k, 3), the (a, b, q) of each X; without them X X^T.
       tall: see above.
       columns: a program computes a tile of 128 x `columns`, of 256 or 128, elements.
       stages: it loads `stages` - 1 pieces, 64 elements deep, ahead of the one in use.
@@ -84,8 +123,8 @@ def corner(tile: Any, m: int, columns: int) -> tuple[Any, Any]:
     """First row and column of a tile; a row beyond m where a pair has one too many.
 
     Row i and row `rows - 1 - i` of a triangle have `rows + 1` tiles together, so that
-    a division finds the pair; a square root would need a correction. Of an odd
-    number of rows the middle one is left, and the last tiles fill it.
+    a division finds the pair; the result of a square root would need a correction. With
+    3 rows, tiles 0 to 2 are row 2, tile 3 is row 0, and the last two are row 1.
     """
     rows, height = pl.cdiv(m, columns), columns // ROWS
     block, part = _divmod(tile, height)
@@ -127,11 +166,11 @@ def _kernel(x: Any, *refs: Any, columns: int, stages: int, tall: bool) -> None:
             for i in range(columns // SQUARE):
                 value = total[:, i * SQUARE : (i + 1) * SQUARE]
                 column = left + i * SQUARE
-                for abc in factors:
+                for abq in factors:
                     part = pieces.take(products + i, group).astype(jnp.float32)
                     unit = jnp.where(_row_less_column() == column - row, 1.0, 0.0)
-                    value = abc[matrix, 2] * value + abc[matrix, 1] * part
-                    value += abc[matrix, 0] * unit
+                    value = abq[matrix, 1] * (part + abq[matrix, 2] * value)
+                    value += abq[matrix, 0] * unit
                 targets = (
                     out.at[matrix, pl.ds(row, SQUARE), pl.ds(column, SQUARE)],
                     out.at[matrix, pl.ds(column, SQUARE), pl.ds(row, SQUARE)],
@@ -159,7 +198,7 @@ def _kernel(x: Any, *refs: Any, columns: int, stages: int, tall: bool) -> None:
 
 
 def _of_x(tall: bool, rows: Any, summed: Any) -> tuple[Any, Any]:
-    """Sizes or ranges of the result's rows and the summed axis, in X's order."""
+    """Sizes or ranges of the result's rows and of the summed axis, in X's order."""
     return (summed, rows) if tall else (rows, summed)
 
 
