@@ -15,6 +15,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -85,13 +86,15 @@ def error(kind: str, dtype: str) -> float:
     return float(np.exp(np.mean(logarithms)))
 
 
-def errors_of(checkout: pathlib.Path) -> dict[str, dict[str, float]]:
+def errors_of(
+    checkout: pathlib.Path, kinds: Sequence[str]
+) -> dict[str, dict[str, float]]:
     """The errors by kind and dtype of the package in another folder."""
     with tempfile.TemporaryDirectory() as folder:
         package = checkout.resolve() / "jax_muon"
         (pathlib.Path(folder) / "jax_muon").symlink_to(package)
         paths = os.pathsep.join([folder, str(pathlib.Path(__file__).parents[1])])
-        command = [sys.executable, "-m", "benchmarks.polar_errors", "--serve"]
+        command = [sys.executable, "-m", "benchmarks.polar_errors", "--serve", *kinds]
         own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": paths}
         done = subprocess.run(
             command, env=os.environ | own, check=True, stdout=subprocess.PIPE, text=True
@@ -107,15 +110,16 @@ def main(words: list[str]) -> None:
     from benchmarks.step import folder
 
     parser = program.parser("benchmarks.polar_errors", __doc__)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--old", type=folder, help="a checkout to compare with")
     args = parser.parse_args(words)
     jax.config.update("jax_platforms", "cpu")
-    before = errors_of(args.old) if args.old else {}
+    before = errors_of(args.old, args.kinds) if args.old else {}
     beside = ("{}, before", "{}, now", "ratio") if before else ("{}",)
     program.print_head(
         "spectrum", *(title.format(dtype) for dtype in DTYPES for title in beside)
     )
-    for kind in KINDS:
+    for kind in args.kinds:
         cells: list[str | float] = [kind]
         for dtype in DTYPES:
             now = error(kind, dtype)
@@ -125,10 +129,8 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--serve"]:  # as `errors_of` starts it
-        found = {
-            kind: {dtype: error(kind, dtype) for dtype in DTYPES} for kind in KINDS
-        }
+    if sys.argv[1:2] == ["--serve"]:  # as `errors_of` starts it
+        found = {x: {dtype: error(x, dtype) for dtype in DTYPES} for x in sys.argv[2:]}
         print(json.dumps(found))
     else:
         main(sys.argv[1:])

@@ -47,6 +47,7 @@ class Team:
         count = jax.lax.axis_size(self.axes)
         if count == self.size:
             return x
+        # Of 16 devices in teams of 8: [0, 8], [1, 9], ... [7, 15].
         peers = [[*range(rank, count, self.size)] for rank in range(self.size)]
         return jax.lax.all_to_all(
             x, self.axes, 0, 0, axis_index_groups=peers, tiled=True
@@ -84,6 +85,8 @@ class SharedProducts(Products):
         """X X^T, of all columns."""
         *batch, m, _ = x.shape
         size, axis = self.team.size, len(batch)
+        # Each of 8 devices has a part of (1, 2048, 2048), summed over its 1024 columns.
+        # It sends rows (1, 256, 2048) of it to each other one, and adds 8 such parts.
         parts = self.local.gram(x).reshape(*batch, size, m // size, m)
         rows = jnp.sum(wide(self.team.swap(parts, axis, axis)), axis=axis)
         return self.team.gather(rows.astype(x.dtype), axis)

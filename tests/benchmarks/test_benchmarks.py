@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import program, step
+from benchmarks import polar_errors, program, step
 from benchmarks.reading_models import Model, flax
 from benchmarks.reading_models.__main__ import read_model
 from tests.programs.parts import floats
@@ -37,6 +37,14 @@ def test_contenders_move_every_parameter_and_orthogonalize_matrices(contender):
     wanted = {"bfloat16": "bf16", "float32": "f32"}[contender.dtype]
     products = re.findall(r"dot_general.* : \(tensor<[^>]*x(\w+)>", served.lowered_text)
     assert set(products) <= {wanted} and bool(products) == (contender.name != "adamw")
+
+
+def test_errors_of_two_checkouts(capsys):
+    """The same package twice: the ratio of each dtype is 1."""
+    polar_errors.main(["--kinds", "1/k", "--old", str(step.ROOT)])
+    *_, row = capsys.readouterr().out.splitlines()
+    kind, *cells = row.strip("| ").split(" | ")
+    assert (kind, cells[2::3]) == ("1/k", 3 * ["1.00"])
 
 
 def test_a_pair_of_processes(tmp_path, capsys):
