@@ -79,6 +79,16 @@ class Evidence:
             if sides.get(axis) == {side} and is_left:
                 self.revise(use, {axis: BATCH})
 
+    def separate_members(self, use: Use, axes: Iterable[int]) -> None:
+        """Make outputs of members a batch: axis 0 of (members, in, out).
+
+        And of members of members, but not of heads in (in, heads, head).
+        """
+        for axis in sorted(axes):
+            sides = self.sides.get(use, {})
+            if all(sides.get(a) == {BATCH} for a in range(axis)):
+                self.separate(use, [axis])
+
 
 def _of(make: Callable[[], Any]) -> Any:
     return collections.defaultdict(make)
@@ -159,14 +169,8 @@ def _grouped(found: Evidence, edge: Edge) -> None:
 
 
 def _batched(found: Evidence, edge: Edge) -> None:
-    """A later product has a batch along its outputs: members that share an input.
-
-    Of (members, in, out) and members of members, not of heads in (in, heads, head).
-    """
-    for axis in sorted(edge.axes):
-        sides = found.sides.get(edge.use, {})
-        if all(sides.get(a) == {BATCH} for a in range(axis)):
-            found.separate(edge.use, [axis])
+    """A later product has a batch along its outputs: members that share an input."""
+    found.separate_members(edge.use, edge.axes)
 
 
 def _in_turns(found: Evidence, edge: Edge) -> None:
@@ -611,9 +615,13 @@ def _heads(leaf: Leaf) -> tuple[tuple[int, int, int], ...]:
 def _matrix_axes(leaf: Leaf, use: Use) -> MatrixAxes | str:
     """The axes of one use, or why they are unknown."""
     shape, found = leaf.shape, leaf.found
-    for axis, slices in found.slices[use].items():  # of all members, one by one
+    # Outputs cut one by one are of members, or q, k and v in (24, 3, 40); of queries
+    # alone, (24, heads, head), they are heads.
+    are_heads = found.roles.get(use, "fused") != "fused"
+    separate = found.separate_members if are_heads else found.separate
+    for axis, slices in found.slices[use].items():
         if slices >= {(i, i + 1) for i in range(shape[axis])}:
-            found.separate(use, [axis])
+            separate(use, [axis])
     sides = {axis: {*found.sides[use].get(axis, ())} for axis in range(len(shape))}
     for axis, x in sides.items():
         if INNER in x and "either" in found.marks[use]:

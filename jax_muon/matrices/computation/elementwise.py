@@ -79,6 +79,14 @@ class Operation:
         return [x for x in self.values if x.data and not x.leaves and not x.noise]
 
     @property
+    def exponent(self) -> float | None:
+        """That of x ** -1, if it is one known number."""
+        if self.name != "pow" or self.shapes[1]:
+            return self.eqn.params.get("y")
+        numbers = self.values[1].computed()
+        return None if numbers is None else float(numbers)
+
+    @property
     def chooses_by_itself(self) -> bool:
         """Whether what is made of leaves chooses, as in where(w > 0, w, 0.1 * w)."""
         return self.name == "select_n" and bool(self.values[0].leaves)
@@ -203,7 +211,7 @@ def _softmax(op: Operation) -> str:
     if name in SUMS and LOG in of:  # with the maximum, or x - log s
         return LOG_SOFTMAX if name == "sub" and of[0] != LOG else LOG
     of_data = name == "div" and op.values[0].data
-    is_inverse = (name == "div" and not of_data) or op.eqn.params.get("y") == -1
+    is_inverse = (name == "div" and not of_data) or op.exponent == -1
     if is_inverse and of == [EXPONENTIAL]:
         return RECIPROCAL
     if of_data and of == [EXPONENTIAL] * 2:

@@ -5,11 +5,13 @@ the array is made of, and the `AxisPart`s of each axis; afterwards, the products
 leaves that the array comes from. A `Use` is one operation that applies a leaf to data.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 
@@ -232,6 +234,14 @@ class Value:
     def outputs(self) -> dict[Use, AxisParts]:
         """Its results that are a use's."""
         return {x: of for x, of in self.results.items() if isinstance(x, Use)}
+
+    def computed(self) -> np.ndarray | None:
+        """The numbers of a constant; None if they are unknown."""
+        if self.numbers is None:
+            return None
+        with contextlib.suppress(Exception):  # they may depend on a mesh, or a kernel
+            return np.asarray(self.numbers())
+        return None
 
     def moved(self, change: Callable[[AxisParts], AxisParts]) -> "Value":
         """The same with its axes rearranged."""
