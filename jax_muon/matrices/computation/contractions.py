@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jax_muon.base.jaxprs import shape_of
+from jax_muon.matrices.computation.elementwise import elementwise
 from jax_muon.matrices.computation.moves import pick
 from jax_muon.matrices.computation.trace import Trace, rule
 from jax_muon.matrices.computation.values import (
@@ -80,13 +81,25 @@ class Product:
         axes = (self.batch[0], *self.free)
         return tuple(self.shapes[max(0, i - 1)][a] for i in (0, 1, 2) for a in axes[i])
 
-    def placed(self, i: int, parts: AxisParts) -> AxisParts:
-        """Axes of the result, from the axes of operand i."""
+    def source(self, i: int) -> dict[int, int]:
+        """The axis of operand i of each axis of the result that it has."""
         count = len(self.batch[0])
         start = count + i * len(self.free[0])
-        source = dict(enumerate(self.batch[i][:count]))
-        source |= {start + at: a for at, a in enumerate(self.free[i])}
-        return placed(parts, source, self.shape)
+        batch = enumerate(self.batch[i][:count])
+        return dict([*batch, *enumerate(self.free[i], start)])
+
+    def placed(self, i: int, parts: AxisParts) -> AxisParts:
+        """Axes of the result, from the axes of operand i."""
+        return placed(parts, self.source(i), self.shape)
+
+    def multiplied(self, trace: Trace) -> Value:
+        """A product that contracts nothing: of elements, as (24, 1) * (1, 40)."""
+        values, shapes = [], []
+        for i, value in enumerate(self.values):
+            source = self.source(i)
+            values.append(value.moved(functools.partial(self.placed, i)))
+            shapes.append([n if a in source else 1 for a, n in enumerate(self.shape)])
+        return elementwise(trace, self.eqn, "mul", values, shapes, self.shape)
 
     def turned(self, i: int, parts: AxisParts) -> AxisParts:
         """The same, where the other operand is constant: its axes take over."""
@@ -135,12 +148,8 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 
 
 def _multiplied(trace: Trace, product: Product) -> Value:
-    for i, value in enumerate(product.values):
-        other = product.values[1 - i]
-        # Backwards, what was summed is repeated: g (40,) of y.sum(0), y (16, 40), is
-        # multiplied by ones (16,), and no axis is contracted.
-        if value.picked and not (other.leaves or other.data or any(product.contract)):
-            return value.moved(functools.partial(product.placed, i))
+    if not any(product.contract):  # einsum("io,o->io", w, scale)
+        return product.multiplied(trace)
     weight = product.weight()
     if weight is not None:
         other = product.values[1 - weight]
@@ -330,10 +339,6 @@ def _of_activations(trace: Trace, product: Product) -> Value:
                 _note_result(trace, product, i, x, parts)
             if isinstance(x, Use) or product.is_constant[1 - i]:
                 result.results[x] = place(i, parts)
-        if value.one_hot and not product.contract[i]:  # its classes are gates
-            gates = Use(-id(eqn), "", "gates", "", (eqn,))
-            trace.note("gates", gates, [0])
-            result.results[gates] = _free(product, i, 0)
     left, right = (frozenset(value.outputs) for value in values)
     if left and right:  # q (2, 16, 24) . k (2, 16, 24)
         result.results |= _scores(product, Scores((left, right)))
@@ -356,7 +361,7 @@ def _note_result(
     trace: Trace, product: Product, i: int, use: Use, parts: AxisParts
 ) -> None:
     """Note what this product says of a use whose result is in operand i."""
-    value, other = product.values[i], product.values[1 - i]
+    other = product.values[1 - i]
     inside, outside, along = (
         axes_in(parts, axes[i])
         for axes in (product.contract, product.free, product.batch)
@@ -368,9 +373,6 @@ def _note_result(
             trace.note("heads", use, about=heads)
     if other.are_gates:
         trace.note("weighed", use, inside)
-    if not product.contract[i]:  # they only multiply
-        trace.note("gated", use, along if other.are_gates else ())
-        trace.note("gates", use, axes_in(parts) if value.are_gates else ())
     trace.note("mixed", use, inside, others=frozenset(outside))
 
 

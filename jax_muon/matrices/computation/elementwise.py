@@ -20,6 +20,7 @@ from jax_muon.matrices.computation.values import (
     LOG_SOFTMAX,
     RECIPROCAL,
     SOFTMAX,
+    AxisPart,
     AxisParts,
     Shape,
     Use,
@@ -45,22 +46,10 @@ class Operation:
 
     trace: Trace
     eqn: JaxprEqn
+    name: str  # JAX's; or "mul" for a product that contracts no axis
     values: Sequence[Value]  # without the axes along which their elements are repeated
-
-    @property
-    def name(self) -> str:
-        """JAX's name of it."""
-        return str(self.eqn.primitive.name)
-
-    @functools.cached_property
-    def shape(self) -> Shape:
-        """The shape of the result."""
-        return shape_of(self.eqn.outvars[0]) if self.eqn.outvars else ()
-
-    @functools.cached_property
-    def shapes(self) -> list[Shape]:
-        """The shapes of the operands."""
-        return [shape_of(v) for v in self.eqn.invars]
+    shapes: Sequence[Shape]
+    shape: Shape  # of the result
 
     @functools.cached_property
     def fits(self) -> bool:
@@ -104,21 +93,33 @@ class Operation:
 @rule(ELEMENTWISE)
 def _elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     """An operation on each element; or one without a rule."""
-    name = eqn.primitive.name
+    shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
+    shapes = [shape_of(v) for v in eqn.invars]
+    return elementwise(trace, eqn, eqn.primitive.name, values, shapes, shape)
+
+
+def elementwise(
+    trace: Trace,
+    eqn: JaxprEqn,
+    name: str,
+    values: list[Value],
+    shapes: Sequence[Shape],
+    shape: Shape,
+) -> Value:
+    """The result of an operation on each element, such as "mul"."""
     cases = values[1:] if name == "select_n" else []
     if any(x.leaves for x in cases) and all(x == cases[0] for x in cases):
         return cases[0]  # whatever chooses, as `vmap` does for the branches of a cond
-    shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
     if name in SUMS and any(x.leaves and x.has_all(shape) for x in values):
         values = [Value() if x.is_gradient else x for x in values]  # a step in the loss
-    pairs = zip(values, map(shape_of, eqn.invars), strict=True)
-    op = Operation(trace, eqn, [_repeated(*pair, shape) for pair in pairs])
+    repeated = [_repeated(*x, shape) for x in zip(values, shapes, strict=True)]
+    op = Operation(trace, eqn, name, repeated, shapes, shape)
     result = _described(op, joined(values))
     for value in op.made:
         if not value.data and (op.is_function or _is_added(op, value)):
             trace.note_input(value, eqn)
     if name == "mul":
-        _note_gates(op)
+        _note_gates(op, result)
     for i in range(len(values)):
         result.choice -= trace.routes(op.values[i], _weighed(op, i))
     _note_scales_of_its_own_leaf(op)
@@ -323,10 +324,12 @@ def _note_scales_of_its_own_leaf(op: Operation) -> None:
 # --- gates ----------------------------------------------------------------------------
 
 
-def _note_gates(op: Operation) -> None:
+def _note_gates(op: Operation, result: Value) -> None:
     """Note gates: of experts, for all elements of each; or slices of one result.
 
-    Gates (16, 5, 1) multiply (16, 5, 40), the outputs of five experts.
+    Gates (16, 5, 1) multiply (16, 5, 40), the outputs of five experts. A one-hot of
+    data (16, 5, 1) makes five inputs of x (16, 1, 24), so its classes are gates of what
+    a product (5, 24, 40) makes of them.
     """
     values, sizes = op.values, [*map(math.prod, op.shapes)]
     for i, j in ((0, 1), (1, 0)):
@@ -336,6 +339,13 @@ def _note_gates(op: Operation) -> None:
                 op.trace.note("gated", use, axes_in(parts, places))
             for use, parts in values[i].outputs.items():
                 op.trace.note("gates", use, axes_in(parts))
+        alone = [n > 1 == m for n, m in zip(op.shapes[i], op.shapes[j], strict=False)]
+        if values[i].one_hot and any(alone):
+            gates = Use(-id(op.eqn), "", "gates", "", (op.eqn,))
+            op.trace.note("gates", gates, [0])
+            pairs = zip(alone, op.shape, strict=True)
+            parts = tuple((AxisPart(0, 1, n),) if of else () for of, n in pairs)
+            result.results[gates] = parts
     for use in values[0].outputs.keys() & values[1].outputs.keys():
         op.trace.note("multiplied", use)
 
