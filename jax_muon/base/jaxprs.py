@@ -57,19 +57,20 @@ def scan_starts(eqn: JaxprEqn) -> tuple[int, int]:
     return constants, constants + eqn.params["num_carry"]
 
 
-def make_jaxpr(function: Callable[..., PyTree], *args: PyTree) -> tuple[Jaxpr, int]:
-    """The operations of a function that its results need, and its number of arguments.
+def make_jaxpr(
+    function: Callable[..., PyTree], *args: PyTree
+) -> tuple[Jaxpr, Sequence[Any]]:
+    """The operations that a function's results need, and the arrays it closes over.
 
-    Arrays that the function closes over are further inputs, after the arguments: a
-    loss of {"up", "down"} and a batch that uses a global table has four, and 3.
+    Such arrays are the last inputs: of a loss of {"up", "down"} and a batch that uses a
+    global table, the fourth.
     """
     closed = _with_any_axes(function, *args)
-    jaxpr, count = closed.jaxpr, len(closed.jaxpr.invars)
-    inputs = (*jaxpr.invars, *jaxpr.constvars)
+    jaxpr, inputs = closed.jaxpr, (*closed.jaxpr.invars, *closed.jaxpr.constvars)
     # Names of arguments would not fit.
     unnamed = jaxpr.debug_info.with_unknown_names()
     jaxpr = jaxpr.replace(debug_info=unnamed, constvars=(), invars=inputs)
-    return needed(jaxpr), count
+    return needed(jaxpr), closed.consts
 
 
 def _with_any_axes(function: Callable[..., PyTree], *args: PyTree) -> ClosedJaxpr:

@@ -12,7 +12,6 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jax_muon.base.jaxprs import shape_of
@@ -172,7 +171,7 @@ def _moved(trace: Trace, product: Product, i: int) -> Value:
     weight, other = product.values[i], product.values[1 - i]
     change = product.placed if other.one_hot else product.turned
     result = weight.moved(functools.partial(change, i))
-    if not other.one_hot and not _is_permutation(other, product.shapes[1 - i]):
+    if not other.one_hot and not other.is_permutation():
         result = result.with_side(CONSTANT, weight.axes_in(product.contract[i]))
     return pick(trace, product.eqn, result, other)
 
@@ -246,18 +245,6 @@ def _as_scores(
     return _scores(product, Scores(operands if i == 0 else operands[::-1], inputs))
 
 
-_MOST_ROWS = 4096  # of a constant whose numbers are computed: 64 MiB
-
-
-def _is_permutation(value: Value, shape: Axes) -> bool:
-    """Whether a constant matrix only permutes what it multiplies, as an identity."""
-    is_square = len(shape) == 2 and shape[0] == shape[1] <= _MOST_ROWS
-    if not is_square or (x := value.computed()) is None:
-        return False
-    ones = [np.all(x.sum(axis) == 1) for axis in (0, 1)]
-    return bool(np.all((x == 0) | (x == 1)) and all(ones))
-
-
 def _may_be_data(weight: Value, contract: Axes, shapes: Shapes) -> bool:
     """Whether data could be compared with the rows of a leaf, or of a product of two.
 
@@ -320,8 +307,8 @@ def _of_activations(trace: Trace, product: Product) -> Value:
     values, eqn = product.values, product.eqn
     result = replace(joined(values), one_hot=False, results={})
     if any(product.is_constant):
-        pairs = zip(values, values[::-1], product.shapes[::-1], strict=True)
-        result.one_hot = any(x.one_hot and _is_permutation(y, s) for x, y, s in pairs)
+        pairs = values, values[::-1]
+        result.one_hot = any(x.one_hot and y.is_permutation() for x, y in pairs)
         result.softmax = next((x.softmax for x in values if x.data), "")
     else:
         result.is_exponential = False

@@ -8,7 +8,7 @@ all their elements they stay matrices as well, as in `x @ (w * mask)`.
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn
 
@@ -204,7 +204,8 @@ def _softmax(op: Operation) -> str:
 
     exp(x) / sum(exp(x)), e * (1 / s) and exp(x - log s) are the same.
     """
-    name, of = op.name, [x.softmax for x in op.values if x.data]
+    name, values = op.name, op.values[op.name == "select_n" :]
+    of = [x.softmax for x in values if x.data]
     if _is_exponential(op):
         return SOFTMAX if of == [LOG_SOFTMAX] else EXPONENTIAL
     if name == "log" and of == [EXPONENTIAL]:
@@ -275,12 +276,19 @@ def _beside_data(op: Operation, made: Sequence[Value], result: Value) -> list[Va
     factors = zip(op.values, op.shapes, strict=True)
     by = [shape for x, shape in factors if x.data and not x.leaves]
     of_rows = [x for x in made if x.picked and op.fits and _is_of_rows(x, by)]
+    chosen = []
     for value in [x for x in made if x not in of_rows]:
         is_input = value.activated or op.name not in SUMS
+        is_whole = value.has_all(op.shape)
+        if op.fits and not is_whole and any(x.one_hot for x in op.active):
+            # (ids == 3)[:, None] * table[3] is a lookup.
+            op.trace.use(value, "picked", op.eqn)
+            chosen.append(replace(value, data=True, picked=frozenset(value.leaves)))
+            continue
         if value.picked and op.name == "mul":
             for x in op.active:
                 op.trace.feed(x)
-        if op.fits and is_input and not value.has_all(op.shape):
+        if op.fits and is_input and not is_whole:
             data = op.trace.given(value, op.eqn)
             result.sources |= data.sources
             result.results |= data.results
@@ -297,7 +305,7 @@ def _beside_data(op: Operation, made: Sequence[Value], result: Value) -> list[Va
     def stays(x: Value) -> bool:
         return (is_scale and x.has_all(op.shape)) or (frozen and x.of_two)
 
-    return [x for x in made if (op.fits and stays(x)) or x in of_rows]
+    return chosen + [x for x in made if (op.fits and stays(x)) or x in of_rows]
 
 
 def _is_of_rows(value: Value, by: Iterable[Shape]) -> bool:

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jax_muon.base.jaxprs import shape_of
@@ -122,7 +123,7 @@ def _dynamic_slice(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         for leaf, axes in value.axes_in(over).items():
             for scanned in axes:
                 trace.scan(leaf, scanned, eqn)
-    if len(index.turns) == 1:
+    if len(index.turns) == 1 and not index.data:
         of = [(x, a) for x, axes in value.axes_in(single).items() for a in axes]
         part = replace(part, rows=value.rows | dict.fromkeys(of, min(index.turns)))
     return pick(trace, eqn, part, index)
@@ -135,19 +136,44 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     gone = *numbers.collapsed_slice_dims, *numbers.operand_batching_dims
     kept = [a for a in range(len(old)) if a not in gone]
     source = dict(zip(numbers.offset_dims, kept, strict=True))
+    rows = [a for a in range(len(new)) if a not in source]
     part = cut(trace, value, old, eqn.params["slice_sizes"])
-    rows = [a for a, n in enumerate(new) if a not in source and n > 1]
-    if index.data or len(rows) != 1:
+    if index.data or not (along := _rows(eqn, index, rows)):
         return pick(trace, eqn, part.moved(lambda x: placed(x, source, new)), index)
 
-    def taken(parts: AxisParts) -> AxisParts:  # a constant index rearranges an axis
-        of = [x._replace(at=None) for a in gone for x in parts[a]]
-        result = fit(placed(parts, source, new), new)
-        return tuple(
-            fitted(of, new[a]) if a in rows else x for a, x in enumerate(result)
-        )
+    def taken(parts: AxisParts) -> AxisParts:  # a constant index rearranges axes
+        result = [*fit(placed(parts, source, new), new)]
+        for a, of in along.items():
+            each = [x._replace(at=None) for axis in of for x in parts[axis]]
+            result[a] = fitted(each, new[a])
+        return tuple(result)
 
     return pick(trace, eqn, value.moved(taken), index)
+
+
+def _rows(eqn: JaxprEqn, index: Value, rows: Sequence[int]) -> dict[int, list[int]]:
+    """The axes of the operand that each axis of a constant index is along, if known.
+
+    w[i, j] of w (24, 40), i (24, 1) and j (1, 40) takes axis 0 along the first axis of
+    the index (24, 40, 2), and axis 1 along the second.
+    """
+    numbers, shape = eqn.params["dimension_numbers"], shape_of(eqn.outvars[0])
+    pairs = zip(
+        numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True
+    )
+    along = {rows[a]: [of] for a, of in pairs}
+    wide = [a for a in rows if shape[a] > 1 and a not in along]
+    gone = numbers.collapsed_slice_dims
+    if len(wide) == 1:
+        return along | {wide[0]: [*gone]}
+    if gone and (table := index.computed()) is not None:
+        for of in gone:
+            column = table[..., numbers.start_index_map.index(of)]
+            turns = [a for a in range(column.ndim) if np.ptp(column, axis=a).any()]
+            if len(turns) != 1:
+                return {}
+            along.setdefault(rows[turns[0]], []).append(of)
+    return along if {*along} >= {*wide} else {}
 
 
 def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
@@ -156,6 +182,8 @@ def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
     if not value.leaves:
         result = replace(joined([value, index]), results=value.results)
         result.choice -= routed
+        if index.data and value.is_permutation():  # eye(96)[ids]
+            result.one_hot = True
         return result
     if not index.data:
         return value
@@ -200,7 +228,7 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     return result
 
 
-@rule("dynamic_update_slice", "scatter", "scatter-add")
+@rule("dynamic_update_slice", "scatter", "scatter-add", "scatter-mul")
 def _update(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     """An array in which a part is replaced, or added to."""
     shape, (array, updates, *indices) = shape_of(eqn.outvars[0]), values
@@ -237,7 +265,10 @@ def _together(trace: Trace, eqn: JaxprEqn, parts: Sequence[Value]) -> Value:
             trace.use(part, "elementwise", eqn)
         else:
             result = result.with_leaves(part, len(shape_of(eqn.outvars[0])))
-        result.results = {**part.results, **result.results}
+        for x, of in part.results.items():  # one row of them has lost an axis
+            if len(axes_in(of)) > len(axes_in(result.results.get(x, ()))):
+                result.results[x] = of
+            result.results.setdefault(x, of)
     return result
 
 

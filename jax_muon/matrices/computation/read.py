@@ -1,7 +1,8 @@
 """Read parameters from a function of them: the loss, or the model's `apply`."""
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -34,8 +35,8 @@ def read_uses(
     """
     leaves, readings = _arrays(params), []
     shapes = {path: tuple(x.shape) for path, x in leaves}
-    for jaxpr, count in _traced(function, params, args):
-        trace = follow(jaxpr, count, shapes)
+    for jaxpr, constants in _traced(function, params, args):
+        trace = follow(jaxpr, constants, shapes)
         if leaves and not any(trace.uses.values()):
             raise ValueError(
                 f"the result of {function} depends on none of the {len(leaves)} param"
@@ -51,17 +52,21 @@ def read_uses(
     return [*map(decide.agreeing, *readings)] if len(readings) > 1 else readings[0]
 
 
-def follow(jaxpr: Jaxpr, count: int, shapes: dict[str, tuple[int, ...]]) -> Trace:
-    """The uses of every parameter in a function with `count` arguments."""
+def follow(
+    jaxpr: Jaxpr, constants: Sequence[Any], shapes: dict[str, tuple[int, ...]]
+) -> Trace:
+    """The uses of every parameter in a function, whose last inputs are `constants`."""
     given: list[Any] = jaxpr.invars[len(shapes) :]
     is_key = [_is_key(v, jaxpr) for v in given]
-    arguments = list(zip(given, is_key, strict=True))[: count - len(shapes)]
+    count = len(given) - len(constants)
     # Without arrays among its arguments, a function closes over its data.
-    is_alone = not any(v.aval.ndim and not key for v, key in arguments)
-    is_data = [is_alone or i < len(arguments) for i in range(len(given))]
+    pairs = zip(given[:count], is_key, strict=False)
+    is_alone = not any(v.aval.ndim and not key for v, key in pairs)
     values = [_of_leaf(path, shape) for path, shape in shapes.items()]
-    for v, data, key in zip(given, is_data, is_key, strict=True):
-        values.append(_given(v.aval, data and not key))
+    for i, (v, key) in enumerate(zip(given, is_key, strict=True)):
+        is_data = (is_alone or i < count) and not key
+        known = () if is_data or i < count else constants[i - count : i - count + 1]
+        values.append(_given(v.aval, is_data, *known))
     inputs: dict[str, str] = {}
     while True:  # until no further leaf turns out to be like data
         trace, before = Trace(shapes, inputs), len(inputs)
@@ -72,7 +77,7 @@ def follow(jaxpr: Jaxpr, count: int, shapes: dict[str, tuple[int, ...]]) -> Trac
 
 def _traced(
     function: Callable[..., Any], params: Any, args: tuple[Any, ...]
-) -> list[tuple[Jaxpr, int]]:
+) -> list[tuple[Jaxpr, Sequence[Any]]]:
     """The operations of a function, of three samples where its arguments have one.
 
     With one sample, or one position, nothing distinguishes what is added to all samples
@@ -142,7 +147,8 @@ def _is_key(v: Any, jaxpr: Jaxpr) -> bool:
     return any(use.operation == "random_wrap" for use in uses)
 
 
-def _given(aval: Any, is_data: bool) -> Value:
+def _given(aval: Any, is_data: bool, *numbers: Any) -> Value:
     is_float = jnp.issubdtype(aval.dtype, jnp.inexact) or aval.dtype.itemsize == 1
     given_floats = aval.ndim > 0 and bool(is_float)  # eight bits: a quantized matrix
-    return Value(data=is_data, given_floats=given_floats)
+    value = Value(data=is_data, given_floats=given_floats)
+    return replace(value, numbers=lambda: numbers[0]) if numbers else value

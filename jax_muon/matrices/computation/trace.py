@@ -9,6 +9,7 @@ of a leaf in it is unknown.
 import collections
 import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jax_muon.base import jaxprs
+from jax_muon.base.jaxprs import shape_of
 from jax_muon.matrices.computation.values import (
     BATCH,
     CONSTANT,
@@ -113,6 +115,9 @@ class Trace:
         results = [*map(self._without_taken, results)]
         # Constants of constants, such as eye(24)[order], are known by their numbers.
         are_known = all(x.numbers for x in values) and not any(x.data for x in results)
+        are_known &= (
+            max((math.prod(shape_of(v)) for v in eqn.outvars), default=0) <= _MOST
+        )
         results = [
             replace(x, numbers=_numbers(eqn, values, i) if are_known else None)
             if are_known or x.numbers
@@ -307,6 +312,9 @@ class Trace:
         for use in chosen.choice if is_routing else ():
             self.note("chooses", use)
         return chosen.choice if is_routing else frozenset()
+
+
+_MOST = 1 << 24  # elements of a constant whose numbers are computed: 64 MiB
 
 
 def _numbers(eqn: JaxprEqn, values: Sequence[Value], i: int) -> Callable[[], Any]:

@@ -243,6 +243,14 @@ class Value:
             return np.asarray(self.numbers())
         return None
 
+    def is_permutation(self) -> bool:
+        """Whether it is a constant matrix that only permutes, as an identity."""
+        x = self.computed()
+        if x is None or x.ndim != 2 or x.shape[0] != x.shape[1]:
+            return False
+        ones = [np.all(x.sum(axis) == 1) for axis in (0, 1)]
+        return bool(np.all((x == 0) | (x == 1)) and all(ones))
+
     def moved(self, change: Callable[[AxisParts], AxisParts]) -> "Value":
         """The same with its axes rearranged."""
         return replace(
