@@ -220,8 +220,6 @@ def _softmax(op: Operation) -> str:
         return SOFTMAX
     if name == "mul" and {*of} == {EXPONENTIAL, RECIPROCAL}:
         return SOFTMAX
-    if {*of} == {EXPONENTIAL, SOFTMAX}:
-        return EXPONENTIAL
     return of[0] if len({*of}) == 1 else ""
 
 
