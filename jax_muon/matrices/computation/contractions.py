@@ -47,8 +47,8 @@ Shapes = Mapping[str, Sequence[int]]
 class Product:
     """A contraction of two operands; each field has an entry for either.
 
-    The result has the batch axes first, then the free axes of the first operand, then
-    those of the second.
+    The result has the batch axes first, then the free axes of the first operand, and
+    the free axes of the second last.
     """
 
     eqn: JaxprEqn  # or a convolution with a window of one element
@@ -163,7 +163,7 @@ def _multiplied(trace: Trace, product: Product) -> Value:
 
 
 def _moved(trace: Trace, product: Product, i: int) -> Value:
-    """Leaves, of which one-hot rows pick some, or whose axes a constant matrix moves.
+    """Leaves times one-hot rows, which pick, or times a constant, which moves an axis.
 
     One-hot rows (16, 96) @ w (96, 24) are a lookup. A constant q (24, 24) @ w (24, 40)
     moves w: axis 0 is q's now, and marked unless q only permutes.
@@ -171,7 +171,7 @@ def _moved(trace: Trace, product: Product, i: int) -> Value:
     weight, other = product.values[i], product.values[1 - i]
     change = product.placed if other.one_hot else product.turned
     result = weight.moved(functools.partial(change, i))
-    if not other.one_hot and not other.is_permutation():
+    if not other.one_hot and not other.selects(product.contract[1 - i]):
         result = result.with_side(CONSTANT, weight.axes_in(product.contract[i]))
     return pick(trace, product.eqn, result, other)
 
@@ -207,7 +207,7 @@ def _of_weight(trace: Trace, product: Product, i: int) -> Value:
 def _note_factor(
     trace: Trace, product: Product, i: int, other: Value, uses: Sequence[Use]
 ) -> None:
-    """Note what a product with leaves, operand i, says of its other operand."""
+    """Note where results in the operand beside leaves, operand i, go."""
     for use in uses if other.are_gates else ():
         trace.note("by gates", use)
     weight, of_other = product.values[i], product.contract[1 - i]
@@ -226,8 +226,8 @@ def _as_scores(
 ) -> Results:
     """The scores that a product with leaves may be, if these are like data.
 
-    q (2, 16, 24) @ rows.T, of learned rows (9, 24), may be compared with keys, or may
-    be an ordinary product: only a softmax of the result tells.
+    q (2, 16, 24) @ rows.T, of learned rows (9, 24), is a score if a softmax follows,
+    and an ordinary product otherwise.
     """
     weight = product.values[i]
     wide = any(_is_wide(trace.shapes[x.path], x.sides) for x in uses)
@@ -248,8 +248,8 @@ def _as_scores(
 def _may_be_data(weight: Value, contract: Axes, shapes: Shapes) -> bool:
     """Whether data could be compared with the rows of a leaf, or of a product of two.
 
-    The rows of a leaf (n, features) are along its last axis. Those of a product are
-    known later, by what is compared with them.
+    Rows of a leaf (n, features) are contracted along its last axis. Of a product of two
+    leaves, the scores show later which axis has the rows.
     """
     are_two = {bool(weight.inner(leaf)) for leaf in weight.leaves}
     return are_two == {True} or (
@@ -307,8 +307,10 @@ def _of_activations(trace: Trace, product: Product) -> Value:
     values, eqn = product.values, product.eqn
     result = replace(joined(values), one_hot=False, results={})
     if any(product.is_constant):
-        pairs = values, values[::-1]
-        result.one_hot = any(x.one_hot and y.is_permutation() for x, y in pairs)
+        result.one_hot = any(
+            x.one_hot and y.selects(of)
+            for x, y, of in zip(values, values[::-1], product.free[::-1], strict=True)
+        )
         result.softmax = next((x.softmax for x in values if x.data), "")
     else:
         result.is_exponential = False
@@ -347,7 +349,7 @@ def _is_by_kernel(product: Product, i: int) -> bool:
 def _note_result(
     trace: Trace, product: Product, i: int, use: Use, parts: AxisParts
 ) -> None:
-    """Note what this product says of a use whose result is in operand i."""
+    """Note where the result of a use goes, which is in operand i."""
     other = product.values[1 - i]
     inside, outside, along = (
         axes_in(parts, axes[i])
@@ -381,9 +383,9 @@ def _note_attention(
 def _heads(use: Use, parts: AxisParts, product: Product, i: int) -> set[Heads]:
     """The heads of a use's outputs, if this product is one of an attention.
 
-    Scores are q (batch, time, 12, 64) by k, over 64: what is left of the outputs is
-    heads, also in groups that share a key, (batch, time, 4, 3, 64). Weights by v
-    (batch, time, 12, 64) are over time: heads are the batch.
+    Scores are q (batch, time, 12, 64) by k, over 64: the other outputs are heads, also
+    in groups that share a key, (batch, time, 4, 3, 64). Weights by v (batch, time, 12,
+    64) are over time: heads are the batch.
     """
     is_out = {axis for axis, sides in use.sides.items() if sides == {OUT}}
     is_scores = bool(axes_in(parts, product.contract[i]) & is_out)
@@ -422,9 +424,10 @@ def _attend(
     along: Axes,
     values: Collection[Use],
 ) -> None:
-    """Give the query, key and value of an attention their roles; its keys lie `along`.
+    """Give the query, key and value of an attention their roles.
 
-    What else makes weights of its queries, or of its keys, is a table.
+    `along` are the axes of the weights that the keys are on. Another leaf that queries
+    or keys are compared with is a table, as for relative positions.
     """
     for role, operand in (("key", key), ("query", 1 - key)):
         for use in scores.operands[operand]:

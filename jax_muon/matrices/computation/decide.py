@@ -1,4 +1,4 @@
-"""From uses and what lies between them to a reading: label, role, axes, and why.
+"""From uses and edges to a reading: label, role, axes, and why.
 
 First the edges between uses revise the sides of their axes, and give them roles. Then
 the first rule that knows an answer decides about a leaf. Every rule is a function; a
@@ -41,7 +41,7 @@ from jax_muon.matrices.matrices import (
 
 @dataclass
 class Evidence:
-    """What is known of every use, after the edges.
+    """Facts about every use, after the edges.
 
     Attributes:
       sides: of the axes of its leaf.
@@ -111,9 +111,9 @@ def evidence(trace: Trace) -> Evidence:
 def _marks(found: Evidence, edge: Edge) -> None:
     """The kind says it all.
 
-    Its input are gates; a top-k of its outputs chooses what is computed; its result
-    scales its own leaf, as of a power iteration; either of two leaves may be data;
-    parts of its outputs are multiplied by each other.
+    "by gates": its input are gates. "chooses": a top-k of its outputs chooses experts.
+    "scales": its result scales its own leaf, as in a power iteration. "either": either
+    of two leaves may be data. "multiplied": slices of its outputs multiply each other.
     """
     found.marks[edge.use].add(edge.kind)
 
@@ -151,7 +151,7 @@ def _summed(found: Evidence, edge: Edge) -> None:
 
 
 def _contracts(found: Evidence, edge: Edge) -> None:
-    """The next product (experts, in, out) sums over the experts too."""
+    """The next product (experts, in, out) also sums over the experts."""
     gated, use = found.gated[edge.use], edge.use
     if edge.other and edge.axes & (gated | found.gates[use]):
         found.separate(use, edge.axes & gated)
@@ -257,7 +257,7 @@ class Leaf:
 
     @functools.cached_property
     def every(self) -> list[Use]:
-        """All uses, without those of a power iteration where others are products."""
+        """All uses; without a power iteration's, if others are products."""
         uses = [*self.trace.uses[self.path].values()]
         scales = [x for x in uses if "scales" in self.found.marks[x]]
         is_used = any(x.kind in _PRODUCTS and x not in scales for x in uses)
@@ -265,7 +265,7 @@ class Leaf:
 
     @functools.cached_property
     def uses(self) -> list[Use]:
-        """Those of the loss itself, or of gradients for what it uses nowhere else."""
+        """Uses in the loss itself; in its gradients, if the leaf is used only there."""
         least = _depth(self.every) if self.every else 0
         return [use for use in self.every if use.depth == least]
 
@@ -379,10 +379,9 @@ def _place(x: Parameter, trace: Trace) -> tuple[object, ...]:
 
 
 def _depth(uses: Iterable[Use]) -> int:
-    """How deep in gradients the uses are that count: those of the loss itself, if any.
+    """How deep in gradients the uses are that count: 0, if the loss itself has some.
 
-    A sum of squares, as of weight decay, and a kernel that hides what it does show
-    nothing.
+    Weight decay, a sum of squares, and opaque kernels do not count beside others.
     """
     uses = [*uses]
     shown = [use for use in uses if use.kind != "opaque" and use.left] or uses
@@ -411,7 +410,7 @@ def _embedding(leaf: Leaf) -> Answer | None:
 
 
 def _hidden(leaf: Leaf) -> Answer | None:
-    """fft(filters), which takes a spectrum; a kernel that hides what it computes."""
+    """fft(filters), which takes a spectrum; an opaque kernel."""
     opaque = [use for use in leaf.uses if use.kind == "opaque"]
     if leaf.products or not opaque:
         return None

@@ -69,7 +69,7 @@ class Operation:
 
     @property
     def exponent(self) -> float | None:
-        """That of x ** -1, if it is one known number."""
+        """The exponent of x ** -1, if it is one known number."""
         if self.name != "pow" or self.shapes[1]:
             return self.eqn.params.get("y")
         numbers = self.values[1].computed()
@@ -77,7 +77,7 @@ class Operation:
 
     @property
     def chooses_by_itself(self) -> bool:
-        """Whether what is made of leaves chooses, as in where(w > 0, w, 0.1 * w)."""
+        """Whether leaves choose, as in where(w > 0, w, 0.1 * w)."""
         return self.name == "select_n" and bool(self.values[0].leaves)
 
     @property
@@ -165,7 +165,7 @@ def _diagonal(parts: AxisParts, shape: Shape) -> AxisParts:
 
 
 def _described(op: Operation, result: Value) -> Value:
-    """The result, without leaves: what it is a function of, and what it may become."""
+    """The result, without leaves, with the facts that follow from the operation."""
     name, made = op.name, op.made
     if not op.fits:
         result.results = {}
@@ -265,7 +265,7 @@ def _used_up(op: Operation) -> list[Value]:
 
 
 def _beside_data(op: Operation, made: Sequence[Value], result: Value) -> list[Value]:
-    """Use what is made of leaves; the part of it that is followed on all the same.
+    """Use the leaves of values beside data; return the values to follow all the same.
 
     Leaves stay matrices behind a mask or a scale of their elements, and a product of
     leaves (LoRA) where it is added to a frozen matrix.
@@ -334,8 +334,8 @@ def _note_gates(op: Operation, result: Value) -> None:
     """Note gates: of experts, for all elements of each; or slices of one result.
 
     Gates (16, 5, 1) multiply (16, 5, 40), the outputs of five experts. A one-hot of
-    data (16, 5, 1) makes five inputs of x (16, 1, 24), so its classes are gates of what
-    a product (5, 24, 40) makes of them.
+    data (16, 5, 1) makes five inputs of x (16, 1, 24): its classes are gates of the
+    next product, with (5, 24, 40).
     """
     values, sizes = op.values, [*map(math.prod, op.shapes)]
     for i, j in ((0, 1), (1, 0)):
@@ -357,7 +357,7 @@ def _note_gates(op: Operation, result: Value) -> None:
 
 
 def _weighed(op: Operation, i: int) -> list[Value]:
-    """What an operand may choose from: what is larger, or all that a mask selects."""
+    """The values that an operand may choose from: larger ones; for a mask, all."""
     if op.name == "select_n" and i == 0:
         return [x for x in op.values if x.sources]
     sizes = [*map(math.prod, op.shapes)]

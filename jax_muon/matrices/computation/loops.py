@@ -110,7 +110,7 @@ def _repeat(
 
 
 def _facts(trace: Trace, x: Value) -> tuple[object, ...]:
-    """What a turn may add; of a residual stream, only uses that nothing takes yet."""
+    """Facts that a turn may add; in a residual stream, uses that nothing takes yet."""
     uses = x.sources - trace.taken, {*x.results} - trace.taken
     return x.data, {*x.leaves}, x.picked, uses, x.one_hot
 

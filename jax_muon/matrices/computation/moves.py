@@ -182,7 +182,8 @@ def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
     if not value.leaves:
         result = replace(joined([value, index]), results=value.results)
         result.choice -= routed
-        if index.data and value.is_permutation():  # eye(96)[ids]
+        others = range(1, len(shape_of(eqn.invars[0])))
+        if index.data and value.selects(others):  # eye(96)[ids]
             result.one_hot = True
         return result
     if not index.data:
@@ -202,7 +203,10 @@ def _random(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 
 @rule("concatenate", "stack")
 def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Arrays side by side, each of whose leaves lies in a place of its own."""
+    """Arrays side by side; each leaf remembers where it begins.
+
+    Of ravel_pytree's vector, a (24,) and b (40,), the slice [24:] contains b alone.
+    """
     shape, sizes = shape_of(eqn.outvars[0]), [1] * len(values)
     if eqn.primitive.name == "stack":
         axis = eqn.params["axis"]

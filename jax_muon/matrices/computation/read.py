@@ -80,9 +80,9 @@ def _traced(
 ) -> list[tuple[Jaxpr, Sequence[Any]]]:
     """The operations of a function, of three samples where its arguments have one.
 
-    With one sample, or one position, nothing distinguishes what is added to all samples
-    from what is one of them. Where three take another branch, the function as it is
-    comes first, then the other one.
+    With one sample, e[ids] (1, 24) + positions (1, 24) looks the same whether the
+    positions are added to each sample or are a sample. With three, (3, 24) + (1, 24),
+    it does not. If a loss takes another branch for three, both are returned.
     """
     leaves, tree = jax.tree.flatten(params)
     arrays = [x if hasattr(x, "shape") else None for x in leaves]
@@ -103,7 +103,7 @@ def _traced(
 
 
 def _wider(args: tuple[Any, ...], axes: slice) -> tuple[Any, ...]:
-    """The arguments with a size of three for one, or () if there are none of one."""
+    """The arguments with a size of three for one, or () if no size is one."""
 
     def wider(x: Any) -> Any:
         if not has_one(x):

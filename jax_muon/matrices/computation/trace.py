@@ -27,6 +27,7 @@ from jax_muon.matrices.computation.values import (
     OUT,
     SUMMED,
     Edge,
+    Sides,
     Use,
     Value,
     axes_in,
@@ -56,7 +57,7 @@ class Trace:
     Attributes:
       shapes: of the leaves, by path.
       uses: of each leaf, in the order of the program, by number.
-      edges: what lies between uses, in this order.
+      edges: how uses follow from each other, in the order of the program.
       scanned: the axes of each leaf that a scan takes one element at a time.
       scans: by leaf, "scan_layers" or "lax.scan", whichever takes it.
       taken: uses whose results another product takes.
@@ -114,10 +115,9 @@ class Trace:
         results = result if isinstance(result, list) else [result] * len(eqn.outvars)
         results = [*map(self._without_taken, results)]
         # Constants of constants, such as eye(24)[order], are known by their numbers.
-        are_known = all(x.numbers for x in values) and not any(x.data for x in results)
-        are_known &= (
-            max((math.prod(shape_of(v)) for v in eqn.outvars), default=0) <= _MOST
-        )
+        size = max((math.prod(shape_of(v)) for v in eqn.outvars), default=0)
+        are_known = all(x.numbers for x in values) and size <= _MOST
+        are_known &= not any(x.data for x in results)
         results = [
             replace(x, numbers=_numbers(eqn, values, i) if are_known else None)
             if are_known or x.numbers
@@ -129,9 +129,10 @@ class Trace:
         return [x if x.leaves else replace(x, is_gradient=True) for x in results]
 
     def _without_taken(self, value: Value) -> Value:
-        """A value without what another product takes, if it comes from many.
+        """A value that forgets the products whose results others take, if it has many.
 
-        The results of all layers meet in a residual stream.
+        A residual stream after 48 layers comes from 96 products; each layer has taken
+        all before it, so a list of them would grow with the square of the layers.
         """
         results, sources = value.results, value.sources
         if len(results) <= 8 and len(sources) <= 8:
@@ -143,7 +144,7 @@ class Trace:
         return replace(value, results=results, sources=sources)
 
     def _settled(self, value: Value) -> Value:
-        """Leaves that are like data as data, unless other leaves lie beside them."""
+        """Learned queries and the like as data; unless the value has other leaves."""
         if not value.leaves or not value.leaves.keys() <= self.inputs.keys():
             return value
         return Value(data=True, turns=value.turns)
@@ -166,9 +167,10 @@ class Trace:
         sides: Sequence[str] = (),
         by: Value | None = None,
     ) -> list[Use]:
-        """Every leaf that a value is made of is used here, with `sides` of its axes.
+        """Record that an operation uses each leaf of a value.
 
-        `by` is what it is multiplied by.
+        In x (16, 24) @ w[3], of layers w (8, 24, 40), `sides` are (IN, OUT) and `by` is
+        x: axis 1 of the leaf is in, axis 2 out, and axis 0, cut off, the batch.
         """
         uses, calls = [], (*self._calls, eqn)
         depth = jaxprs.transpositions(calls)
@@ -177,33 +179,20 @@ class Trace:
             key = leaf, kind, *map(id, calls)  # a function may be called several times
             if key not in self._numbers:
                 self._numbers[key] = len(self._numbers), jaxprs.line_of(calls)
-            number, line = self._numbers[key]
-            known = value.sides.get(leaf, {})
-            constant = {a for a, x in known.items() if CONSTANT in x}
-            places = [axis for of_axis in parts for axis in axes_in((of_axis,))]
-            of_axes = {
-                axis: frozenset({side})
-                for of_axis, side in zip(parts, sides, strict=False)
-                for axis in axes_in((of_axis,))
-                if axis not in constant or places.count(axis) == 1
-            }
-            # Of w[3], w (8, 24, 40), a use sees one element of axis 0: that is a batch.
-            cut = dict.fromkeys(self.cut_off(value, leaf), frozenset({BATCH}))
-            known = {a: x - {SUMMED} for a, x in merged(known, of_axes).items()}
-            known = {a: x - {CONSTANT} or x for a, x in known.items() if x}
+            known = value.sides.get(leaf, {}).items()
             use = Use(
-                number,
+                self._numbers[key][0],
                 leaf,
                 kind,
-                line,
+                self._numbers[key][1],
                 calls,
-                sides=cut | known,
-                left=frozenset(places),
-                constant=frozenset(constant),
+                sides=self._sides(value, leaf, sides),
+                left=frozenset(axes_in(parts)),
+                constant=frozenset(a for a, x in known if CONSTANT in x),
                 depth=depth,
                 of_picked=leaf in value.picked,
             )
-            self.uses[leaf][number] = use
+            self.uses[leaf][use.number] = use
             self.inputs_of[use] |= sources
             uses.append(use)
         for use, before in itertools.product(uses, sources):
@@ -212,10 +201,26 @@ class Trace:
                 self.note("takes", first, other=then)
         return uses
 
+    def _sides(self, value: Value, leaf: str, sides: Sequence[str]) -> Sides:
+        """The sides of a leaf's axes in a use, where a value's axes have `sides`."""
+        parts, known = value.leaves[leaf], value.sides.get(leaf, {})
+        places = [axis for of_axis in parts for axis in axes_in((of_axis,))]
+        # In q (24, 24) @ w (24, 40), of a constant q, axis 0 of w is q's now. A product
+        # along it says nothing of axis 0, unless axis 0 is nowhere else.
+        of_axes = {
+            axis: frozenset({side})
+            for of_axis, side in zip(parts, sides, strict=False)
+            for axis in axes_in((of_axis,))
+            if CONSTANT not in known.get(axis, ()) or places.count(axis) == 1
+        }
+        known = {a: x - {SUMMED} for a, x in merged(known, of_axes).items()}
+        known = {a: x - {CONSTANT} or x for a, x in known.items() if x}
+        return dict.fromkeys(self.cut_off(value, leaf), frozenset({BATCH})) | known
+
     def note(
         self, kind: str, use: Use, axes: Iterable[int] | None = None, **more: Any
     ) -> None:
-        """Record what lies between uses; nothing, where it is of no axes."""
+        """Record an edge; none where it would be about no axes."""
         of = frozenset(axes or ())
         if of or axes is None:
             self.edges[Edge(kind, use, of, **more)] = None
@@ -233,17 +238,17 @@ class Trace:
         return {leaf: {**uses} for leaf, uses in self.uses.items()}, {**self.edges}
 
     def forget(self, seen: tuple[dict[str, dict[int, Use]], dict[Edge, None]]) -> None:
-        """Keep these alone, until others are found again.
+        """Go back to these, so that the next turn of a loop finds its own.
 
-        And what products take: values of which many lie together lose what is taken, so
-        that a later turn of a loop may not see it any more.
+        Edges of results that products take stay. A value with many sources forgets
+        them (`_without_taken`), so a later turn may not find them again.
         """
         takes = {edge: None for edge in self.edges if edge.kind == "takes"}
         self.uses = {leaf: {**uses} for leaf, uses in seen[0].items()}
         self.edges = seen[1] | takes
 
     def cut_off(self, value: Value, leaf: str) -> list[int]:
-        """The axes of a leaf of which a value has one element, or one at a time."""
+        """The axes of a leaf that a value has one element of, as axis 0 for w[3]."""
         known = {*value.sides.get(leaf, {})} | axes_in(value.leaves[leaf])
         return [a for a, n in enumerate(self.shapes[leaf]) if n > 1 and a not in known]
 
@@ -253,11 +258,12 @@ class Trace:
         eqn: JaxprEqn,
         features: Mapping[str, Collection[int]] | None = None,
     ) -> None:
-        """Note that an operation makes a product of two leaves an activation.
+        """Note that one leaf of a product is like data, since its result is activated.
 
-        Then one leaf is like data, and the other, which has the features, a matrix. In
-        (n, d) @ (d, features) the first is contracted along its last axis. Where that
-        does not tell, features are along the last axis of the value.
+        Of tanh(queries @ w), (9, 24) @ (24, 40), the learned queries are like data, and
+        w, which has the features of the result, is a matrix. Data is contracted along
+        its last axis. If both leaves are, or neither, features are along the last axis
+        of the value.
         """
         if self.is_transposed(eqn):
             return
@@ -280,9 +286,10 @@ class Trace:
         return value.inner(leaf) == {*wide[-1:]}
 
     def given(self, value: Value, eqn: JaxprEqn) -> Value:
-        """A value that an operation takes as data, although it may be made of leaves.
+        """A value as data, although it may be made of leaves, which are used here.
 
-        A leaf was a matrix if a constant, such as a grid, was multiplied by it.
+        In tanh(grid @ w) @ h, of a constant grid (64, 2) and w (2, 40), w is a matrix:
+        axis 0, which the constant moved, is in. Elsewhere the use is elementwise.
         """
         sources, results = value.sources, dict(value.results)
         for leaf, parts in value.leaves.items():
@@ -304,7 +311,7 @@ class Trace:
     def routes(self, chosen: Value, others: Sequence[Value]) -> frozenset[Use]:
         """Note that a top-k chose among other values, unless these are its own inputs.
 
-        Returns the choice, if it is one of others: what it chose is no gate any more.
+        Returns the uses that chose: the chosen values are no gates any more.
         """
         among = {use.path for use in chosen.sources}
         others = [x for x in others if not set() < {u.path for u in x.sources} <= among]

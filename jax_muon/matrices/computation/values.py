@@ -19,7 +19,8 @@ class AxisPart(NamedTuple):
     """A part of an axis of a value: `size` elements, `stride` apart, of a leaf's axis.
 
     The axis is None if it is no leaf's; `whole` is false for one factor of several.
-    `at` is where the part begins among others that were joined to it, if there are any.
+    `at` is where the part begins in a concatenation: of jnp.concatenate([a, b]), with
+    sizes 24 and 40, b begins at 24.
     """
 
     axis: int | None
@@ -61,7 +62,10 @@ def fit(parts: AxisParts, shape: Shape) -> AxisParts:
 
 
 def between(of_axis: tuple[AxisPart, ...], start: int, size: int) -> Any:
-    """The parts of an axis from `start` on, or None if none of them is there."""
+    """The parts of an axis in [start, start + size), or None if they are elsewhere.
+
+    Only a concatenation knows where its parts begin.
+    """
     if not of_axis or of_axis[0].at is None:
         return of_axis
     at, length = of_axis[0].at, math.prod(x.size for x in of_axis)
@@ -112,8 +116,8 @@ def reshaped(parts: AxisParts, old: Shape, new: Shape) -> AxisParts:
 # --- uses and values ------------------------------------------------------------------
 
 # The side of a matrix that a leaf's axis is on in a use, or batch. Before the use, the
-# axis may have been contracted with another leaf or with a constant, or summed over. An
-# axis of which one element was taken has none.
+# axis may have been contracted with another leaf or with a constant, or summed over. It
+# has no side if the value has one element of it, as axis 0 of w[3].
 BATCH, IN, OUT = "batch", "in", "out"
 INNER, CONSTANT, SUMMED = "inner", "constant", "summed"
 Sides = dict[int, frozenset[str]]  # by axis of the leaf
@@ -134,10 +138,10 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a leaf by one operation, as it looks there.
+    """One use of a leaf by one operation.
 
-    What happens to its result is an `Edge`. A loop may use a leaf again, with the same
-    number: what it saw last counts.
+    An `Edge` says where its result goes. Each turn of a loop uses a leaf again, with
+    the same number, and replaces the use of the turn before.
     """
 
     number: int
@@ -169,9 +173,9 @@ class Use:
 
 
 class Edge(NamedTuple):
-    """What lies between a use and others, or what becomes of its result.
+    """How a use is connected with another, or with an operation on its result.
 
-    `decide` says what follows from each kind. `axes` are those of the use's leaf.
+    `decide` has a function for each kind. `axes` are axes of the use's leaf.
     """
 
     kind: str
@@ -243,13 +247,15 @@ class Value:
             return np.asarray(self.numbers())
         return None
 
-    def is_permutation(self) -> bool:
-        """Whether it is a constant matrix that only permutes, as an identity."""
+    def selects(self, axes: Iterable[int]) -> bool:
+        """Whether it is a constant with a single 1 along these axes, and else zeros.
+
+        A product along them only selects, as with an identity or a permutation.
+        """
         x = self.computed()
-        if x is None or x.ndim != 2 or x.shape[0] != x.shape[1]:
+        if x is None or not np.all((x == 0) | (x == 1)):
             return False
-        ones = [np.all(x.sum(axis) == 1) for axis in (0, 1)]
-        return bool(np.all((x == 0) | (x == 1)) and all(ones))
+        return bool(np.all(x.sum(tuple(axes)) == 1))
 
     def moved(self, change: Callable[[AxisParts], AxisParts]) -> "Value":
         """The same with its axes rearranged."""
@@ -276,7 +282,7 @@ class Value:
         return replace(self, leaves=leaves, sides=sides, picked=picked)
 
     def joined_at(self, leaf: str, place: int, start: int, size: int) -> None:
-        """Note where along an axis a leaf lies among others."""
+        """Note where a leaf begins along an axis of a concatenation."""
         parts = self.leaves[leaf]
         free_part = [AxisPart(None, 1, size)]
         first, *rest = parts[place] if axes_in([parts[place]]) else free_part
@@ -322,7 +328,7 @@ class Value:
         return {side for sides in self.sides.get(leaf, {}).values() for side in sides}
 
     def joined_again(self, leaf: str, place: int, axis: int, size: int) -> None:
-        """Note that parts of one axis of a leaf lie side by side along this place."""
+        """Note that rows of a leaf are put together again, as jnp.stack([*w])."""
         parts = self.leaves[leaf]
         if axis not in axes_in(parts) and not axes_in([parts[place]]) and size > 1:
             whole = (AxisPart(axis, 1, size),)
