@@ -172,7 +172,52 @@ def blocks(x, w):
     return x[:, :1] @ w[:1] + x[:, 1:] @ w[1:]
 
 
+def lookup_by(rows):
+    """A model whose rows of the table are found in another way."""
+    return lambda p, ids: net(p, rows(p["emb"], ids))
+
+
+def by_masks(table, ids):
+    return sum(jnp.where((ids == i)[:, None], table[i], 0) for i in range(len(table)))
+
+
+def into_a_buffer(table, ids):
+    def row(t, rows):
+        return rows.at[t].set(table[ids[t]])
+
+    return lax.fori_loop(0, len(ids), row, jnp.zeros((len(ids), table.shape[1])))
+
+
+def softmax_above(threshold):
+    """A softmax whose small gates are zero."""
+
+    def softmax(x):
+        gates = jax.nn.softmax(x)
+        return jnp.where(gates >= threshold(gates), gates, 0)
+
+    return lambda p, x: experts(p, x, softmax)
+
+
+def heads(p, x, scores=lambda q, k: jnp.einsum("qhd,khd->hqk", q, k)):
+    q, k, v = (jnp.einsum("ti,ihd->thd", x, p[name]) for name in "qkv")
+    weights = jax.nn.softmax(scores(q, k))
+    return jnp.sum(jnp.einsum("hqk,khd->qhd", weights, v).reshape(5, -1) @ p["out"])
+
+
+def one_by_one(q, k):
+    return jnp.stack([q[:, i] @ k[:, i].T for i in range(2)])
+
+
+def smear(p, x, roll=lambda x, axis: x):
+    """Matrices that gates mix, and which meet data."""
+    w = jnp.einsum("be,eio->bio", jax.nn.softmax(x @ p["gate"]), p["w"])
+    y = jnp.einsum("bi,bio->bo", roll(x, 1), roll(w, 1))
+    return jnp.sum(jnp.tanh(y) @ p["out"])
+
+
+ROW = np.arange(6)[:, None]
 LAYERS = [floats(6, 8), floats(8, 8), floats(8, 8)]
+HEADS = dict.fromkeys("qkv", floats(6, 2, 4)) | {"out": floats(8, 3)}
 EXPERTS = {"gate": floats(6, 4), "w": floats(4, 6, 8), "out": floats(8, 3)}
 GRID = {**NET, "bias": floats(8)}
 SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
@@ -237,6 +282,60 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         memory,
         [X],
         functools.partial(memory, product=lambda k, m: (m @ k.T).T),
+    ),
+    "w[i, j]": (NET, net, [X], of(lambda w: w[ROW, np.arange(8)])),
+    "taken along an axis": (
+        NET,
+        net,
+        [X],
+        of(lambda w: jnp.take_along_axis(w, np.broadcast_to(ROW, (6, 8)), 0)),
+    ),
+    "times ones by einsum": (
+        NET,
+        net,
+        [X],
+        of(lambda w: jnp.einsum("io,io->io", w, np.ones((6, 8), "f"))),
+    ),
+    "a row of an identity": (
+        {"w": floats(4, 6, 8), "out": floats(8, 3)},
+        lambda p, x: net(p, x, w=lambda w: w[1]),
+        [X],
+        of(lambda w: jnp.einsum("l,lio->io", np.eye(4, dtype="f")[1], w)),
+    ),
+    "rows of an identity": (
+        MODEL,
+        model,
+        [IDS],
+        lookup_by(lambda table, ids: jnp.eye(9)[ids] @ table),
+    ),
+    "a lookup by masks": (MODEL, model, [IDS], lookup_by(by_masks)),
+    "a lookup in a loop": (MODEL, model, [IDS], lookup_by(into_a_buffer)),
+    "gates above a threshold": (
+        EXPERTS,
+        softmax_by(),
+        [X],
+        softmax_above(lambda gates: jnp.sort(gates, -1)[:, 1:2]),
+    ),
+    "large gates": (EXPERTS, softmax_by(), [X], softmax_above(lambda gates: 0.1)),
+    "a quotient by a power": (
+        EXPERTS,
+        softmax_by(),
+        [X],
+        lambda p, x: experts(
+            p, x, lambda y: jnp.exp(y) * jnp.exp(y).sum(-1, keepdims=True) ** -1.0
+        ),
+    ),
+    "heads one by one": (
+        HEADS,
+        heads,
+        [X],
+        functools.partial(heads, scores=one_by_one),
+    ),
+    "mixed matrices rolled": (
+        EXPERTS,
+        smear,
+        [X],
+        functools.partial(smear, roll=lambda x, axis: jnp.roll(x, 1, axis)),
     ),
     "a metric in a loop": (NET, with_metric, [X], in_while_loop(with_metric)),
 }
