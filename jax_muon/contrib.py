@@ -225,7 +225,7 @@ def _injected(
 
         def quintic(i: Array, x: Array) -> Array:
             a, b, c = (table if table.ndim == 1 else table[i]).astype(x.dtype)
-            factor = products.polynomial(products.gram(x), (0.0, b, c))
+            factor = products.polynomial(products.gram(x), (0.0, b, c / b))
             return a * x + products.product(factor, x)
 
         return jax.lax.fori_loop(0, steps, quintic, x)
