@@ -82,6 +82,8 @@ def is_explicit(x: object) -> bool:
 
 def replicated(tree: PyTree) -> PyTree:
     """The tree with its arrays replicated, where types show how they are sharded."""
+    # On Auto axes XLA gathers what it needs; on Explicit ones JAX refuses a product of
+    # a sharded norm with arrays that are sharded otherwise.
     if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
         return tree
     return jax.tree.map(

@@ -233,6 +233,7 @@ def check_alike(what: str, tree: PyTree, whose: str, like: PyTree) -> None:
         map(_same, jax.tree.leaves(tree), jax.tree.leaves(like))
     ):
         return
+    # Another structure may still have the same paths, as a FrozenDict has a dict's.
     got, right = (dict(trees.leaves_with_paths(x)) for x in (tree, like))
     for path in right | got:
         x, y = got.get(path), right.get(path)

@@ -67,7 +67,7 @@ def make_jaxpr(
     """
     closed = _with_any_axes(function, *args)
     jaxpr, inputs = closed.jaxpr, (*closed.jaxpr.invars, *closed.jaxpr.constvars)
-    # Names of arguments would not fit.
+    # JAX compares the number of names with that of inputs, which has grown.
     unnamed = jaxpr.debug_info.with_unknown_names()
     jaxpr = jaxpr.replace(debug_info=unnamed, constvars=(), invars=inputs)
     return needed(jaxpr), closed.consts
@@ -263,7 +263,7 @@ def line_of(calls: Sequence[JaxprEqn]) -> str:
     eqn = next((x for x in calls if _calls_jax(x, folders[0])), calls[-1])
     traceback: Any = eqn.source_info.traceback
     package = os.path.dirname(os.path.dirname(__file__))
-    lines: dict[bool, str] = {}  # the innermost first
+    lines: dict[bool, str] = {}  # in site-packages or not: the innermost of each
     for frame in traceback.frames if traceback else ():
         if frame.file_name.startswith(package):
             break  # it calls the model
@@ -284,6 +284,7 @@ def places_of(calls: Sequence[JaxprEqn]) -> tuple[object, ...]:
 
 
 def _calls_jax(eqn: JaxprEqn, folder: str) -> bool:
+    """True for a jit of JAX's own functions, such as jnp.where or jax.nn.relu."""
     closed = called(eqn) if eqn.primitive.name == "jit" else None
     source = closed.jaxpr.debug_info.func_src_info if closed else None
     return f" at {folder}" in (source or "")

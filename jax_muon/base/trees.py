@@ -31,6 +31,7 @@ def is_box(x: object) -> bool:
     """
     if not isinstance(x, _box_types()):
         return False
+    # nnx.Param(x) holds one array; a Variable that holds a tree is no box.
     contents = _children(x)
     return len(contents) == 1 and (
         contents[0] is None or jax.tree_util.all_leaves(contents)
@@ -63,6 +64,7 @@ def leaves_with_paths(
 
     {"up": nnx.Param(x)} gives [("up", x)]; JAX's own path would be "up/value".
     """
+    # A box is a leaf first, and its array then has the path of the box.
     flat = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda x: is_box(x) or (is_leaf is not None and is_leaf(x))
     )
@@ -95,6 +97,7 @@ def words(name: str) -> list[str]:
       >>> words("LayerNorm_0"), words("LMHead"), words("QKNorm")
       (['layer', 'norm'], ['lm', 'head'], ['qk', 'norm'])
     """
+    # Capitals before the one that begins a word, LM of LMHead; or a whole word.
     return [x.lower() for x in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
 
 
@@ -120,6 +123,7 @@ def matches(pattern: str, path: str) -> bool:
       (True, True)
     """
     path, pattern = slashed(path), slashed(pattern)
+    # "/blocks/0/attn/qk/" does not contain "/attn/q/". A path with [ is no pattern.
     return pattern == path or fnmatch.fnmatchcase(f"/{path}/", f"*/{pattern}/*")
 
 
