@@ -215,6 +215,11 @@ def smear(p, x, roll=lambda x, axis: x):
     return jnp.sum(jnp.tanh(y) @ p["out"])
 
 
+def positive(x):
+    """A mask (6, 8) that data makes."""
+    return jnp.broadcast_to((x[0] > 0)[:, None], (6, 8)).astype(x.dtype)
+
+
 ROW = np.arange(6)[:, None]
 LAYERS = [floats(6, 8), floats(8, 8), floats(8, 8)]
 HEADS = dict.fromkeys("qkv", floats(6, 2, 4)) | {"out": floats(8, 3)}
@@ -290,17 +295,17 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         [X],
         of(lambda w: jnp.take_along_axis(w, np.broadcast_to(ROW, (6, 8)), 0)),
     ),
-    "times ones by einsum": (
+    "a mask by einsum": (
         NET,
-        net,
+        lambda p, x: net(p, x, w=lambda w: w * positive(x)),
         [X],
-        of(lambda w: jnp.einsum("io,io->io", w, np.ones((6, 8), "f"))),
+        lambda p, x: net(p, x, w=lambda w: jnp.einsum("io,io->io", w, positive(x))),
     ),
-    "a row of an identity": (
-        {"w": floats(4, 6, 8), "out": floats(8, 3)},
-        lambda p, x: net(p, x, w=lambda w: w[1]),
+    "a gain by a row of an identity": (
+        {"gain": floats(2, 6), **NET},
+        lambda p, x: net(p, x * p["gain"][1]),
         [X],
-        of(lambda w: jnp.einsum("l,lio->io", np.eye(4, dtype="f")[1], w)),
+        lambda p, x: net(p, x * (np.eye(2, dtype="f")[1] @ p["gain"])),
     ),
     "rows of an identity": (
         MODEL,
