@@ -5,6 +5,7 @@
 
 import functools
 import inspect
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.experimental import pallas as pl
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
+from jax_muon.matrices.matrices import MatrixAxes
 from tests.programs.parts import floats
 from tests.recipes import RECIPES
 
@@ -182,3 +184,36 @@ def test_a_head_of_nothing_but_gradients_that_a_rule_makes_a_matrix():
     read = jm.find_matrices(params, loss, floats(5, 4), rules={"last": "muon"})
     axes = read["last"].axes
     assert (axes.reduction, axes.output) == ((0,), (1,))
+
+
+def added(p, x):
+    return sum(x[i] @ p["w"][i] for i in range(3))
+
+
+def contracted(p, x):
+    return jnp.einsum("kti,kio->to", x, p["w"])
+
+
+def scaled_for_each_sample(p, x):
+    return jnp.einsum("ti,tio->to", x[0], p["w"][0] * x[1][:, :, None])
+
+
+@pytest.mark.parametrize(
+    ("product", "words", "axes"),
+    [
+        (added, "whose results are added", ((0,), (1,), (2,))),
+        (contracted, "is one product over both axes", ((), (0, 1), (2,))),
+        (scaled_for_each_sample, "data scales for each sample", None),
+    ],
+)
+def test_what_the_page_says(product, words, axes):
+    """Ways of writing that are read in another way, as docs/parameters.md says."""
+    page = pathlib.Path(__file__).parents[2] / "docs/parameters.md"
+    assert words in " ".join(page.read_text().split())
+    params = {"w": floats(3, 6, 8), "out": floats(8, 4)}
+    found = jm.find_matrices(
+        params,
+        lambda p, x: jnp.sum(jnp.tanh(product(p, x)) @ p["out"]),
+        floats(3, 5, 6),
+    )
+    assert found["w"].axes == (axes and MatrixAxes(*axes))
