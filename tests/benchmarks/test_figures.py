@@ -72,7 +72,8 @@ def test_heads_joined_and_apart():
     ends = {}
     for line in (RESULTS / "learning" / "heads.jsonl").read_text().splitlines():
         run = json.loads(line)
-        columns = ends.setdefault(run["optimizer"], {"joined": [], "apart": []})
+        row = run["optimizer"], str(run["steps"])
+        columns = ends.setdefault(row, {"joined": [], "apart": []})
         columns[run["heads"]].append(run["validation_loss"])
 
     def cell(losses):
@@ -80,8 +81,10 @@ def test_heads_joined_and_apart():
         middle = mean(losses)
         return f"{middle:.4f} ± {max(abs(x - middle) for x in losses):.4f}"
 
-    expected = {name: [*map(cell, x.values())] for name, x in ends.items()}
-    assert table("heads") == expected
+    assert table("heads") == {
+        name: [steps, *map(cell, columns.values())]
+        for (name, steps), columns in ends.items()
+    }
 
 
 tasks = runpy.run_path(str(ROOT / "docs" / "charts.py"))["tasks"]
