@@ -28,7 +28,16 @@ loss of a function of x and the parameters alone. An answer is
 `benchmarks.reading_models` has the same for the models of other packages.
 """
 
-from tests.programs import attention, experts, later, layers, losses, products  # noqa: F401
+from tests.programs import (  # noqa: F401
+    attention,
+    experts,
+    later,
+    layers,
+    losses,
+    models,
+    products,
+    sequences,
+)
 from tests.programs.parts import PROGRAMS
 
 __all__ = ["PROGRAMS"]
