@@ -10,6 +10,7 @@ its reading with that of the program as written, leaf by leaf.
 """
 
 from tests.rewrites import (  # noqa: F401, they register rewrites
+    arrays,
     containers,
     losses,
     operations,

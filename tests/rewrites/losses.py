@@ -42,6 +42,15 @@ def floats(p):
     return [w for w in jax.tree.leaves(p) if is_float(w)]
 
 
+def axes(p, least):
+    """Those of so many axes or more."""
+    return [w for w in floats(p) if w.ndim >= least]
+
+
+def ones(*shape):
+    return np.ones(shape, np.float32)
+
+
 def zero(loss, *args):
     """A zero of the loss's dtype."""
     return jnp.zeros((), jax.eval_shape(loss, *args).dtype)
@@ -160,6 +169,37 @@ def carried_by_a_scan(loss):
     return new
 
 
+def stacked_copies(p):
+    return jax.tree.map(lambda w: jnp.stack([w, w]), p)
+
+
+def of_copies(loss):
+    def new(p, *args):
+        step = lambda y, q: (y + loss(q, *args), None)  # noqa: E731
+        return lax.scan(step, zero(loss, p, *args), stacked_copies(p))[0] / 2
+
+    return new
+
+
+def after_two_steps(loss):
+    def new(p, *args):
+        def step(q, _):
+            grads = jax.grad(loss)(q, *args)
+            return jax.tree.map(lambda w, g: w - 0.0 * g, q, grads), None
+
+        return loss(lax.scan(step, p, None, 2)[0], *args)
+
+    return new
+
+
+def minus_a_frozen_one(loss):
+    def new(p, *args):
+        frozen = loss(lax.stop_gradient(p), *args)
+        return loss(p, *args) - frozen + frozen
+
+    return new
+
+
 def converted(loss):
     def new(p, *args):
         function, consts = jax.closure_convert(lambda p: loss(p, *args), p)
@@ -168,6 +208,12 @@ def converted(loss):
     return new
 
 
+names_offloaded = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=["a"],
+    names_which_can_be_offloaded=["b"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
 dots_saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 register(
     "loss",
@@ -176,6 +222,9 @@ register(
         "checkpoint": jax.checkpoint,
         "checkpoint, dots saved": lambda f: jax.checkpoint(
             f, policy=dots_saved, prevent_cse=False
+        ),
+        "checkpoint, names offloaded": lambda f: jax.checkpoint(
+            f, policy=names_offloaded
         ),
         "custom_vjp": with_own_vjp,
         "custom_jvp": with_own_jvp,
@@ -188,11 +237,17 @@ register(
             )[0][0]
         ),
         "a step inside": after_a_step,
+        "two steps in a scan inside": after_two_steps,
+        "linearize inside": lambda f: (
+            lambda p, *args: jax.linearize(lambda p: f(p, *args), p)[0]
+        ),
         "a vjp inside": lambda f: lambda p, *args: jax.vjp(lambda p: f(p, *args), p)[0],
         "a jvp inside": along_a_direction,
         "added to one of a frozen copy": of_both(lax.stop_gradient),
         "added to one of an average": of_both(averaged),
         "twice": of_both(lambda p: p),
+        "minus a frozen one": minus_a_frozen_one,
+        "a scan over two copies": of_copies,
         "cond of equal branches": in_cond(None),
         "cond, or zero": in_cond(zero),
         "switch": lambda f: lambda *args: lax.switch(jnp.int32(1), [f] * 3, *args),
@@ -216,6 +271,15 @@ register(
         "a norm of all": lambda y, p: y + 0 * optax.global_norm(floats(p)),
         "L2 by products": lambda y, p: y + 0 * sum(jnp.vdot(w, w) for w in floats(p)),
         "L2 of a vector": lambda y, p: y + 0 * (ravel_pytree(floats(p))[0] ** 2).sum(),
+        "orthogonality": lambda y, p: (
+            y + 0 * sum(jnp.sum((w.T @ w - 1) ** 2) for w in floats(p) if w.ndim == 2)
+        ),
+        "a sketch of all": lambda y, p: (
+            y + 0 * sum(jnp.tensordot(ones(3, len(w)), w, 1).sum() for w in axes(p, 1))
+        ),
+        "the largest": lambda y, p: (
+            y + 0 * sum(lax.top_k(w.ravel(), 1)[0].sum() for w in axes(p, 1))
+        ),
         "exp and log": lambda y, p: jnp.log(jnp.exp(y)),
         "logsumexp": lambda y, p: jax.nn.logsumexp(jnp.stack([y, y])) - jnp.log(2.0),
         "where finite": lambda y, p: jnp.where(jnp.isfinite(y), y, 0),
@@ -342,6 +406,12 @@ register(
     {
         "vmap": lambda one, rows: jax.vmap(one)(rows).mean(),
         "map": lambda one, rows: lax.map(one, rows).mean(),
+        "map by twos": lambda one, rows: lax.map(one, rows, batch_size=2).mean(),
+        "while_loop": lambda one, rows: lax.while_loop(
+            lambda c: c[0] < len(rows[0]),
+            lambda c: (c[0] + 1, c[1] + one([x[c[0]] for x in rows])),
+            (0, jnp.zeros(())),
+        )[1],
         "Python": lambda one, rows: sum(
             one([x[i] for x in rows]) for i in range(len(rows[0]))
         ),
@@ -479,6 +549,55 @@ def one_of_several(case: Case):
     )
 
 
+def in_another_form(shape, back):
+    """Arguments with samples of `shape(theirs)`, and `back` to what they are."""
+
+    def change(case: Case):
+        if not any(has_samples(case)):
+            return None
+        args = of_samples(case, case.args, lambda x: S(shape(x.shape), x.dtype))
+
+        def loss(p, *args):
+            return case.loss(p, *of_samples(case, args, back))
+
+        return dataclasses.replace(case, args=args, loss=loss)
+
+    return change
+
+
+def of_dtypes(**dtypes):
+    """Arguments of other dtypes, which are cast."""
+
+    def change(case: Case):
+        def leaf(x):
+            return S(x.shape, dtypes.get(str(x.dtype), x.dtype))
+
+        def loss(p, *args):
+            pairs = args, case.args
+            return case.loss(p, *jax.tree.map(lambda x, y: x.astype(y.dtype), *pairs))
+
+        dtypes_of = {str(x.dtype) for x in jax.tree.leaves(case.args)}
+        if not dtypes_of & {*dtypes} or any("key" in x for x in dtypes_of):
+            return None
+        args = jax.tree.map(leaf, case.args)
+        return dataclasses.replace(case, args=args, loss=loss)
+
+    return change
+
+
+def one_buffer(case: Case):
+    leaves, tree = jax.tree.flatten(case.args)
+    if not leaves or not all(is_float(x) and x.ndim for x in leaves):
+        return None
+    ends = np.cumsum([x.size for x in leaves])
+
+    def loss(p, buffer):
+        parts = zip(jnp.split(buffer, ends[:-1]), leaves, strict=True)
+        return case.loss(p, *tree.unflatten([x.reshape(y.shape) for x, y in parts]))
+
+    return dataclasses.replace(case, args=(S((ends[-1],), jnp.float32),), loss=loss)
+
+
 config = {"step": 3, "none": None, "train": True, "rate": 0.5}
 key = S((), jax.random.key(0).dtype)
 register(
@@ -487,6 +606,19 @@ register(
         "one dict": in_one_dict,
         "one batch of several": one_of_several,
         "a target network": beside_a_target,
+        "in a group of one": in_another_form(lambda x: (1, *x), lambda x: x.squeeze(0)),
+        "in a group of one, merged": in_another_form(
+            lambda x: (1, *x), lambda x: x.reshape(-1, *x.shape[2:])
+        ),
+        "samples last": in_another_form(
+            lambda x: (*x[1:], x[0]), lambda x: jnp.moveaxis(x, -1, 0)
+        ),
+        "more samples, cut": in_another_form(
+            lambda x: (x[0] + 3, *x[1:]), lambda x: x[:-3]
+        ),
+        "one buffer": one_buffer,
+        "integers as floats": of_dtypes(int32=jnp.float32),
+        "floats as bytes": of_dtypes(float32=jnp.uint8),
         "NumPy constants": closed_over(array_of),
         "JAX constants": closed_over(lambda x: jnp.asarray(array_of(x))),
         "settings": with_arguments(config)(beside_settings),

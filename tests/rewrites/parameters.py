@@ -1,5 +1,7 @@
 """Every parameter in another form before the loss takes it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +82,52 @@ def under_shard_map(w):
     return same(w)
 
 
+@jax.custom_gradient
+def own_gradient(w):
+    return w, lambda g: g
+
+
+@jax.custom_batching.custom_vmap
+def own_vmap(w):
+    return w * 1.0
+
+
+own_vmap.def_vmap(lambda size, is_batched, w: (w * 1.0, is_batched[0]))
+
+
+def rows_in_a_while_loop(w):
+    def turn(carry):
+        i, z = carry
+        return i + 1, z.at[i].set(w[i])
+
+    return lax.while_loop(lambda c: c[0] < len(w), turn, (0, jnp.zeros_like(w)))[1]
+
+
+def from_devices(w, count=None):
+    """Gathered from as many devices as can share its rows equally."""
+    count = count or next(n for n in (8, 4, 3, 2, 1) if len(w) % n == 0)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((count,), ("x",), auto, devices=jax.devices()[:count])
+    gather = functools.partial(lax.all_gather, axis_name="x", axis=0, tiled=True)
+    specs = {"in_specs": P("x"), "out_specs": P(), "check_vma": False}
+    return jax.shard_map(gather, mesh=mesh, **specs)(w)
+
+
+def quadrants(w):
+    """Put together from its four quadrants."""
+    i, j = len(w) // 2, w.shape[1] // 2
+    if w.ndim > 2 or not i or not j:
+        return w
+    return jnp.block([[w[:i, :j], w[:i, j:]], [w[i:, :j], w[i:, j:]]])
+
+
+def in_a_block_diagonal(w):
+    if w.ndim > 2:
+        return w
+    both = jax.scipy.linalg.block_diag(w, jnp.ones((2, 3)))
+    return both[: len(w), : w.shape[1]]
+
+
 def largest(w):
     return jnp.abs(w).max() + 1
 
@@ -99,6 +147,11 @@ ANY = {
     "plus zeros": lambda w: jnp.zeros_like(w) + w,
     "half and half": lambda w: 0.5 * w + 0.5 * w,
     "half of it frozen": lambda w: (w + lax.stop_gradient(w)) / 2,
+    "frozen": lax.stop_gradient,
+    "minus and plus a frozen copy": lambda w: (
+        w - lax.stop_gradient(w) + lax.stop_gradient(w)
+    ),
+    "maximum of two": lambda w: jnp.stack([w, w]).max(0),
     "bfloat16 and back": lambda w: w.astype(jnp.bfloat16).astype(w.dtype),
     "kept in bfloat16": lambda w: w.astype(jnp.bfloat16),
     "reduce_precision": lambda w: lax.reduce_precision(w, 8, 7),
@@ -133,6 +186,11 @@ ANY = {
     "checkpoint": jax.checkpoint(lambda w: w * 1.0),
     "custom_vjp": own_vjp,
     "custom_jvp": own_jvp,
+    "custom_gradient": own_gradient,
+    "custom_vmap": own_vmap,
+    "a vjp": lambda w: jax.vjp(lambda w: w * 1.0, w)[1](w)[0],
+    "a jvp": lambda w: jax.jvp(lambda w: w * 1.0, [w], [w])[1],
+    "linear_transpose": lambda w: jax.linear_transpose(lambda w: w * 1.0, w)(w)[0],
     "fori_loop": lambda w: lax.fori_loop(0, 1, lambda _, w: w * 1.0, w),
     "while_loop": lambda w: lax.while_loop(
         lambda c: c[0] < 1, lambda c: (c[0] + 1, c[1]), (0, w)
@@ -140,6 +198,19 @@ ANY = {
     "cond": lambda w: lax.cond(
         jnp.ones(()) > 0, lambda w: w * 1.0, lambda w: w * 1.0, w
     ),
+    "cond, or zeros": lambda w: lax.cond(
+        jnp.ones(()) > 0, lambda w: w, jnp.zeros_like, w
+    ),
+    "where, or frozen": lambda w: jnp.where(
+        jnp.ones(w.shape, bool), w, lax.stop_gradient(w)
+    ),
+    "last of a scan": lambda w: lax.scan(lambda c, _: (c, w * 1.0), 0, None, 2)[1][-1],
+    "an average in a scan": lambda w: lax.scan(
+        lambda m, _: (0.5 * m + 0.5 * w, None), w, None, 2
+    )[0],
+    "all_gather of one": lambda w: jax.vmap(
+        lambda w: lax.all_gather(w, "x"), axis_name="x"
+    )(w[None])[0, 0],
     "shard_map": under_shard_map,
     "device_put": lambda w: jax.device_put(w, jax.devices()[0]),
     "sharding constraint": lambda w: lax.with_sharding_constraint(
@@ -148,10 +219,16 @@ ANY = {
 }
 VECTORS = {
     "rows taken": lambda w: jnp.take(w, jnp.arange(len(w)), 0),
+    "rows taken, or zeros": lambda w: w.at[jnp.arange(len(w))].get(
+        mode="fill", fill_value=0
+    ),
     "columns taken": lambda w: jnp.take(w, jnp.arange(w.shape[-1]), -1),
     "rows permuted and back": permuted_and_back,
     "rows scattered": scattered,
     "rolled and back": lambda w: jnp.roll(jnp.roll(w, 1, 0), -1, 0),
+    "rolled by a scan": lambda w: lax.scan(
+        lambda w, _: (jnp.roll(w, 1, 0), None), w, None, len(w)
+    )[0],
     "flipped twice": lambda w: w[::-1][::-1],
     "halves joined": lambda w: jnp.concatenate([w[: len(w) // 2], w[len(w) // 2 :]]),
     "halves of columns joined": lambda w: jnp.concatenate(
@@ -163,17 +240,37 @@ VECTORS = {
     "padded, cut": lambda w: jnp.pad(w, [(1, 2)] * w.ndim)[(slice(1, -2),) * w.ndim],
     "tiled, cut": lambda w: jnp.tile(w, (2,) + (1,) * (w.ndim - 1))[: len(w)],
     "stacked from its rows": lambda w: jnp.stack([*w]),
+    "stacked from its columns": lambda w: jnp.stack(
+        [w[..., i] for i in range(w.shape[-1])], -1
+    ),
+    "padded between rows, strided": lambda w: lax.pad(
+        w, np.zeros((), w.dtype), [(0, 0, 1)] + [(0, 0, 0)] * (w.ndim - 1)
+    )[::2],
+    "a row added to itself": lambda w: w.at[0].add(0.0),
+    "a column set to itself": lambda w: w.at[..., 0].set(w[..., 0]),
+    "sums of segments of one row": lambda w: jax.ops.segment_sum(
+        w, jnp.arange(len(w)), len(w)
+    ),
+    "vmap of columns": jax.vmap(lambda column: column * 1.0, -1, -1),
+    "rows in a while_loop": rows_in_a_while_loop,
+    "from devices": from_devices,
     "vmap of rows": jax.vmap(lambda row: row * 1.0),
     "map of rows": lambda w: lax.map(lambda row: row * 1.0, w),
     "scan of rows": lambda w: lax.scan(lambda c, row: (c, row), 0, w)[1],
     "running sums, differences": lambda w: jnp.diff(
         jnp.cumsum(w, 0), axis=0, prepend=0
     ),
+    "associative_scan, differences": lambda w: jnp.diff(
+        lax.associative_scan(jnp.add, w), axis=0, prepend=0
+    ),
 }
 MATRICES = {
     "two triangles": lambda w: jnp.tril(w) + jnp.triu(w, 1),
+    "quadrants": quadrants,
+    "in a block diagonal": in_a_block_diagonal,
     "normalized and back": lambda w: w / norm(w) * norm(w),
     "rows normalized and back": lambda w: w / norm(w, axis=0) * norm(w, axis=0),
+    "times a diagonal of ones": lambda w: w @ jnp.diag(jnp.ones(w.shape[-1])),
     "times an identity": lambda w: w @ jnp.eye(w.shape[-1]),
     "an identity times it": lambda w: by_row_axis(jnp.eye(len(w)), w),
     "rotated and back": lambda w: w @ rotation(w.shape[-1]) @ rotation(w.shape[-1]).T,
@@ -215,6 +312,18 @@ def split_by_hand(leaves):
     return [x.reshape(w.shape) for x, w in zip(parts, leaves, strict=True)]
 
 
+def averaged_vector(leaves):
+    """One vector, of which a part is frozen."""
+    vector, back = ravel_pytree(leaves)
+    return back(0.9 * lax.stop_gradient(vector) + 0.1 * vector)
+
+
+def vector_from_devices(leaves):
+    vector, back = ravel_pytree(leaves)
+    padded = jnp.pad(vector, (0, -vector.size % 8))
+    return back(from_devices(padded, 8)[: vector.size])
+
+
 def of_equal_shapes(function):
     """`function` of each list of leaves with one shape, of which there are several."""
 
@@ -236,7 +345,19 @@ def of_equal_shapes(function):
     return change
 
 
-register("parameters", {"ravel_pytree": ravelled, "one vector": split_by_hand}, of_all)
+register(
+    "parameters",
+    {
+        "ravel_pytree": ravelled,
+        "one vector": split_by_hand,
+        "an average of one vector": averaged_vector,
+        "one vector from devices": vector_from_devices,
+        "scaled in one scan of two turns": lambda leaves: lax.scan(
+            lambda ws, _: ([w * 1.0 for w in ws], None), [*leaves], None, 2
+        )[0],
+    },
+    of_all,
+)
 register(
     "parameters",
     {
