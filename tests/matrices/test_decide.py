@@ -1,4 +1,4 @@
-"""Every rule of `decide` is needed: a program is read otherwise without it."""
+"""Every rule of the reading is needed: a program is read otherwise without it."""
 
 import jax.numpy as jnp
 import pytest
@@ -6,6 +6,7 @@ from jax import lax
 
 from jax_muon.matrices.computation import decide
 from jax_muon.matrices.computation.read import read_uses
+from jax_muon.matrices.computation.trace import ELEMENTWISE, RULES
 from tests.programs import PROGRAMS
 from tests.programs.parts import Program, floats
 
@@ -25,10 +26,22 @@ def two_products(p, x):
     return jnp.sum(jnp.tanh(y + z) @ p["out"])
 
 
+def behind_a_barrier(p, x):
+    """Both matrices go through one operation, and come out as two."""
+    w, out = lax.optimization_barrier((p["w"], p["out"]))
+    return jnp.sum(jnp.tanh(x @ w) @ out)
+
+
+def set_in_a_buffer(p, x):
+    """A matrix that is written into zeros, and taken out again."""
+    w = jnp.zeros((3, 6, 8)).at[1].set(p["w"])[1]
+    return jnp.sum(jnp.tanh(x @ w) @ p["out"])
+
+
 SIZES = {"w": floats(6, 8), "out": floats(8, 3)}
 OWN = {
     loss: Program(loss, SIZES, (floats(5, 6),), {})
-    for loss in (outputs_in_turns, two_products)
+    for loss in (outputs_in_turns, two_products, behind_a_barrier, set_in_a_buffer)
 }
 
 # What follows from each kind of edge, and each label: a program that shows it.
@@ -72,6 +85,26 @@ LABELS = {
     "_kernel_of_role": "convolutions",
 }
 
+# What becomes of values in a primitive; without a rule it is elementwise.
+PRIMITIVES = {
+    "_cond": "loops_and_conditions",
+    "_concatenate": "rotary_positions_and_normalized_queries",
+    "_convolution": "critics_of_several_scales",
+    "_dynamic_slice": "scan_over_numbers",
+    "_gather": "grouped_queries",
+    "_move": "grouped_queries",
+    "_pallas_call": "product_in_a_kernel",
+    "_product": "grouped_queries",
+    "_random": "bayes_by_backprop",
+    "_reduce": "moe_gathered_weights_in_the_first_layer",
+    "_same": behind_a_barrier,
+    "_scan": "gates_first_and_stacked_layers",
+    "_slice": "rotary_positions_and_normalized_queries",
+    "_top_k": "moe_einsum_dispatch",
+    "_update": set_in_a_buffer,
+    "_while": "deep_equilibrium",
+}
+
 
 def readings(program):
     """All parameters of a program as they are read, or the error."""
@@ -85,6 +118,16 @@ def readings(program):
 def test_all_rules_are_here():
     assert decide.EDGES.keys() == EDGES.keys()
     assert [x.__name__ for x in decide.LABELS] == [*LABELS]
+    names = {x.__name__ for name, x in RULES.items() if name != ELEMENTWISE}
+    assert names == {*PRIMITIVES}
+
+
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_primitive(name, monkeypatch):
+    with_rule = readings(PRIMITIVES[name])
+    for primitive in [x for x in RULES if RULES[x].__name__ == name]:
+        monkeypatch.delitem(RULES, primitive)
+    assert readings(PRIMITIVES[name]) != with_rule
 
 
 @pytest.mark.parametrize("kind", EDGES)
