@@ -220,6 +220,11 @@ def positive(x):
     return jnp.broadcast_to((x[0] > 0)[:, None], (6, 8)).astype(x.dtype)
 
 
+def in_groups(p, x):
+    y = lax.ragged_dot(x, p["w"], jnp.array([2, 1, 0, 2]))
+    return jnp.sum(jnp.tanh(y) @ p["out"])
+
+
 ROW = np.arange(6)[:, None]
 LAYERS = [floats(6, 8), floats(8, 8), floats(8, 8)]
 HEADS = dict.fromkeys("qkv", floats(6, 2, 4)) | {"out": floats(8, 3)}
@@ -260,6 +265,12 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         scaled_rows,
         [IDS],
         with_gradient(scaled_rows),
+    ),
+    "a gradient of groups": (
+        {"w": floats(4, 6, 8), "out": floats(8, 3)},
+        in_groups,
+        [X],
+        with_gradient(in_groups),
     ),
     "a step": (NET, net, [X], step(net)),
     "clipped": (
