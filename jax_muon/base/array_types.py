@@ -46,17 +46,8 @@ def setting(**changes: Any) -> Iterator[None]:
         _surroundings.reset(token)
 
 
-@contextlib.contextmanager
-def on_explicit_axes(mesh: AbstractMesh, devices_per_host: int) -> Iterator[None]:
-    """Inside the `with` block, types of arrays show how they are sharded on `mesh`."""
-    known = {"devices_per_host": devices_per_host}
-    outer = jax.sharding.get_abstract_mesh()
-    with setting(users_mesh=outer, **known), jax.sharding.use_abstract_mesh(mesh):
-        yield
-
-
 def on_users_axes() -> contextlib.AbstractContextManager[Any]:
-    """The mesh outside `on_explicit_axes`: a user's loss may not know Explicit axes."""
+    """The mesh outside of `on_mesh`: a user's loss may not know Explicit axes."""
     mesh, on = surroundings().users_mesh, jax.sharding.use_abstract_mesh
     return contextlib.nullcontext() if mesh is None else on(mesh)
 

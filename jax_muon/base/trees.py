@@ -6,6 +6,7 @@ parameters at init only. A box is therefore a leaf here, and its array the value
 """
 
 import fnmatch
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,7 @@ from jaxtyping import Array, PyTree
 from jax_muon.base.dtypes import wider
 
 
+@functools.lru_cache(2**16)  # a trace asks for each path up to 22 times
 def path_string(key_path: KeyPath) -> str:
     """`a/b/0` for the key path (DictKey("a"), GetAttrKey("b"), SequenceKey(0))."""
     return jax.tree_util.keystr(key_path, simple=True, separator="/")

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 
@@ -58,7 +57,9 @@ def members_over(axes: Collection[str], sizes: Sizes) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _members_over(axes: frozenset[str], sizes: tuple[tuple[str, int], ...]) -> Any:
+def _members_over(
+    axes: frozenset[str], sizes: tuple[tuple[str, int], ...]
+) -> tuple[int, ...]:
     shape = [size for _, size in sizes]
     numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     along = tuple(slice(None) if name in axes else 0 for name, _ in sizes)

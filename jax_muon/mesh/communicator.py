@@ -1,11 +1,12 @@
 """Gathers and sums of sharded arrays over mesh axes, inside shard_map."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
+from jax import Array
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from jax_muon.base.dtypes import sent_dtype, wide
 from jax_muon.base.specs import only, spec_names
@@ -17,11 +18,14 @@ class Communicator:
 
     mesh: Mesh | AbstractMesh
     axes: tuple[str, ...]  # that divide the batch
-    gather_dtype: Any = None
-    reduce_dtype: Any = None
+    gather_dtype: DTypeLike | None = None
+    reduce_dtype: DTypeLike | None = None
 
-    def gather(self, x: Any, spec: PartitionSpec) -> Any:
-        """The whole array along these axes."""
+    def gather(self, x: Array, spec: PartitionSpec) -> Array:
+        """The whole array along these axes.
+
+        A shard (96, 3072) with P("data", None) on 8 devices gives (768, 3072).
+        """
         spec = only(spec, self.axes)
         if not any(spec):  # nothing is sent, nor rounded for that
             return x
@@ -31,9 +35,12 @@ class Communicator:
                 sent = jax.lax.all_gather(sent, names, axis=axis, tiled=True)
         return sent.astype(x.dtype)
 
-    def scatter(self, g: Any, spec: PartitionSpec, dtype: Any, axes: Any) -> Any:
+    def scatter(
+        self, g: Array, spec: PartitionSpec, dtype: DTypeLike, axes: Sequence[str]
+    ) -> Array:
         """This device's shard of a gradient's sum over axes, in at least float32.
 
+        Each device has (768, 3072); with P("data", None) it gets (96, 3072) of the sum.
         `dtype` is the parameter's.
         """
         rest = [name for name in axes if jax.lax.axis_size(name) > 1]

@@ -18,12 +18,11 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jax_muon.matrices.joins import map_stacks
@@ -37,17 +36,17 @@ def on_shards(
     function: Callable[[list[Array]], list[Array]],
     leaves: Sequence[Array],
     specs: list[PartitionSpec],
-    mesh: Any,
+    mesh: AbstractMesh,
 ) -> list[Array]:
     """Run a function of shards, divided by `specs`, on arrays on Explicit axes."""
-    of_types = [jax.typeof(x).sharding.spec for x in leaves]
+    type_specs = [jax.typeof(x).sharding.spec for x in leaves]
 
     def reshard(x: Array, old: PartitionSpec, new: PartitionSpec) -> Array:
         return x if old == new else jax.reshard(x, NamedSharding(mesh, new))
 
     mapped = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=specs)
-    results = mapped(list(map(reshard, leaves, of_types, specs)))
-    return list(map(reshard, results, specs, of_types))
+    results = mapped(list(map(reshard, leaves, type_specs, specs)))
+    return list(map(reshard, results, specs, type_specs))
 
 
 def map_pools(
@@ -94,7 +93,10 @@ def _padded(x: Array, axis: int, size: int) -> Array:
 def _everywhere(
     polar: Polar, stack: Float[Array, "k _ _"], pool: Pool
 ) -> Float[Array, "k _ _"]:
-    """All devices that hold shards of a matrix gather it and compute it."""
+    """All devices that hold shards of a matrix gather it and compute it.
+
+    5 shards (1, 8) of 5 matrices (8, 8) are gathered as (8, 5, 1, 8).
+    """
     if not pool.shard_axes:
         return map_stacks(polar, [stack])[0]
     gathered = jax.lax.all_gather(stack, pool.shard_axes)
@@ -183,12 +185,12 @@ def _compute_in_teams(
     """As `_compute`, for a team; the n-th matrix of teams may be of different pools."""
     orders = [np.repeat(np.arange(len(row)), row).tolist() for row in round_.kinds]
     rows, start = [], 0
-    for of_kinds, same in itertools.groupby(zip(*orders, strict=True)):
-        count, choices = len([*same]), sorted(set(of_kinds))
+    for indices, same in itertools.groupby(zip(*orders, strict=True)):
+        count, choices = len([*same]), sorted(set(indices))
         pools = [round_.pools[index] for index in choices]
         stop = start + count * math.prod(pools[0].shard_shape)
         row = received[:, start:stop]
-        choice = jnp.asarray([*map(choices.index, of_kinds)], jnp.int32)[kind]
+        choice = jnp.asarray([*map(choices.index, indices)], jnp.int32)[kind]
         x = _select(choice, [_to_columns(row, pool, team) for pool in pools])
         y = jnp.concatenate([polar(x[i : i + 1], team=team) for i in range(count)])
         shards = _select(
@@ -205,7 +207,11 @@ def _select(index: Array, arrays: Sequence[Array]) -> Array:
 
 
 def _to_columns(flat: Float[Array, "s w"], pool: Pool, team: Team) -> Array:
-    """A device's columns (k, m, n / team), from shards that all teams have sent."""
+    """A device's columns (k, m, n / team), from shards that all teams have sent.
+
+    One matrix (2048, 8192) whose columns 16 devices divide, in teams of 8: 2 shards
+    (2048, 512), one from each team, become the columns (1, 2048, 1024).
+    """
     shards = flat.reshape(len(flat), -1, *pool.shard_shape)
     _, count, rows, columns = shards.shape
     if pool.short_axes:
@@ -227,7 +233,10 @@ def _from_columns(
 
 
 def _assemble(shards: Array, pool: Pool) -> Float[Array, "k m n"]:
-    """Whole matrices, from the shards (k, rows, columns) that each sender has."""
+    """Whole matrices, from the shards (k, rows, columns) that each sender has.
+
+    Of 3 matrices (768, 3072), 8 rows (3 * 96 * 3072,) become (3, 768, 3072).
+    """
     grid = shards.reshape(*pool.grid, -1, *pool.shard_shape)
     return grid.transpose(2, 0, 3, 1, 4).reshape(-1, *pool.shape)
 

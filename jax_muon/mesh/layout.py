@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import optax
+from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef
+from jaxtyping import PyTree
 
 from jax_muon.base import checks, facts, trees
 from jax_muon.base.array_types import own_sharding
@@ -25,9 +28,10 @@ from jax_muon.matrices.matrices import Parameter
 # A mesh: parameters as their types show on Explicit axes, and everywhere on Auto ones.
 # Or a NamedSharding for all of them, a tree (or a prefix of one) in which None means
 # everywhere, or a function of the parameters that returns one of these.
-Where = Any
+Where: TypeAlias = Mesh | NamedSharding | PyTree | Callable[[PyTree], PyTree]
 MIN_SIZE = 1024  # elements of a leaf that is worth dividing
 Readings = Mapping[str, Parameter]  # by the path of a leaf
+Shaped = Array | jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +54,11 @@ class Layout:
     # `min_size` elements is not sharded over them; the axes of layers come last.
     divide: AxisName = ()
     min_size: int = MIN_SIZE
-    read: Callable[[Any], Readings] = lambda tree: {}
+    read: Callable[[PyTree], Readings] = lambda tree: {}
 
-    def of_leaves(self, tree: Any) -> Placed:
+    def place(self, tree: PyTree) -> Placed:
         """Where the leaves of a tree are."""
-        mesh, rows = self.given(tree)
+        mesh, rows = self.leaf_shardings(tree)
         divided = checked_axes("divide", self.divide, mesh)
         divided = tuple(name for name in divided if mesh.shape[name] > 1)
         read = self.read(tree) if divided else {}
@@ -71,7 +75,9 @@ class Layout:
             placed.memory_kinds.append(kind if on_host else None)
         return placed
 
-    def given(self, tree: Any) -> tuple[Mesh, list[tuple[str, Any, NamedSharding]]]:
+    def leaf_shardings(
+        self, tree: PyTree
+    ) -> tuple[Mesh, list[tuple[str, Shaped, NamedSharding]]]:
         """The mesh; and paths, leaves and their shardings, as the user gave them."""
         leaves, where = trees.leaves_with_paths(tree), self.where
         if isinstance(where, Mesh):  # which can be called, too
@@ -88,7 +94,7 @@ class Layout:
         everywhere = NamedSharding(mesh, PartitionSpec())
         return mesh, [(path, x, _at(by_path, path) or everywhere) for path, x in leaves]
 
-    def check_concrete(self, tree: Any) -> None:
+    def check_concrete(self, tree: PyTree) -> None:
         """Refuse arrays that are sharded on Auto axes, where a mesh alone is given."""
         auto = isinstance(self.where, Mesh) and AxisType.Auto in self.where.axis_types
         for path, leaf in trees.leaves_with_paths(tree) if auto else ():
@@ -102,8 +108,8 @@ class Layout:
 
 
 def fsdp(
-    params: Any, mesh: Mesh, matrices: Reader, axes: AxisName | None = None
-) -> Any:
+    params: PyTree, mesh: Mesh, matrices: Reader, axes: AxisName | None = None
+) -> PyTree[NamedSharding]:
     """Shardings that divide every parameter evenly over a mesh: FSDP, or ZeRO-3.
 
     For `on_mesh`, `scan_layers`, `jax.device_put`, `out_shardings` of `jax.jit`, and
@@ -132,24 +138,24 @@ def fsdp(
     params = checks.as_arrays("params", params)
     everywhere = NamedSharding(mesh, PartitionSpec())
     layout = Layout(everywhere, names, read=reader(matrices))
-    treedef: Any = jax.tree.structure(params)
-    specs = layout.of_leaves(params).state_specs
+    treedef: PyTreeDef = jax.tree.structure(params)
+    specs = layout.place(params).state_specs
     return treedef.unflatten([spelled(mesh, spec) for spec in specs])
 
 
-def readings(tx: optax.GradientTransformation) -> Callable[[Any], Readings]:
+def readings(tx: optax.GradientTransformation) -> Callable[[PyTree], Readings]:
     """How an optimizer reads the leaves of a tree: what its transforms record."""
 
     @functools.lru_cache(maxsize=4)
-    def of_shapes(treedef: Any, *shapes: jax.ShapeDtypeStruct) -> Readings:
+    def read_shapes(treedef: PyTreeDef, *shapes: jax.ShapeDtypeStruct) -> Readings:
         return facts.eval_shape(tx.init, treedef.unflatten(shapes))[1].leaves
 
-    def of_tree(tree: Any) -> Readings:
+    def read(tree: PyTree) -> Readings:
         leaves, treedef = jax.tree.flatten(tree)
         shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-        return of_shapes(treedef, *shapes)
+        return read_shapes(treedef, *shapes)
 
-    return of_tree
+    return read
 
 
 _EXPECTED = (
@@ -158,7 +164,7 @@ _EXPECTED = (
 )
 
 
-def _mesh_of(by_path: Mapping[str, Any]) -> Mesh:
+def _mesh_of(by_path: Mapping[str, NamedSharding | None]) -> Mesh:
     """The mesh that all shardings have."""
     meshes: dict[Any, str] = {}
     for path, entry in by_path.items():
@@ -174,7 +180,7 @@ def _mesh_of(by_path: Mapping[str, Any]) -> Mesh:
     return next(iter(meshes))
 
 
-def _at(by_path: Mapping[str, Any], path: str) -> NamedSharding | None:
+def _at(by_path: Mapping[str, NamedSharding | None], path: str) -> NamedSharding | None:
     """The entry for a path, or for the nearest prefix of it."""
     prefix = trees.nearest_prefix(by_path, path)
     if prefix is None:
@@ -182,8 +188,3 @@ def _at(by_path: Mapping[str, Any], path: str) -> NamedSharding | None:
             f"where has nothing for parameter {path!r}; there are {', '.join(by_path)}"
         )
     return by_path[prefix]
-
-
-def sharded(specs: Sequence[PartitionSpec]) -> bool:
-    """True if any leaf is sharded."""
-    return any(map(any, specs))

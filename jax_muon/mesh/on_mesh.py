@@ -2,26 +2,32 @@
 
 Inside `on_mesh` all arrays are on Explicit mesh axes. Zeros, sums and means keep the
 sharding that their types show, and `orthogonalize` reads it there. So ZeRO-2 needs no
-code of its own: gradients and state come in sharded over more mesh axes than the
+more code: gradients and state come in sharded over more mesh axes than the
 parameters, and updates go out sharded like these.
 """
 
 import contextlib
+import itertools
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from jax_muon.base import array_types, checks, facts
 from jax_muon.base.dtypes import sent_dtype
 from jax_muon.base.specs import AxisName, checked_axes, dividing, spelled
-from jax_muon.mesh import hardware, xla_options
-from jax_muon.mesh.layout import MIN_SIZE, Layout, Placed, Where, readings
+from jax_muon.mesh import hardware, wrappers, xla_options
+from jax_muon.mesh.layout import MIN_SIZE, Layout, Placed, Shaped, Where, readings
 
+Updated = tuple[optax.Updates, optax.OptState]
 _TWICE = "it is in on_mesh already; expected one on_mesh, around all other transforms"
 
 
@@ -32,7 +38,7 @@ def on_mesh(
     divide: AxisName = (),
     devices_per_host: int | None = None,
     min_size: int = MIN_SIZE,
-    gather_dtype: jax.typing.DTypeLike | None = None,
+    gather_dtype: DTypeLike | None = None,
 ) -> "OnMesh":
     """Run an optimizer on a mesh, with gradients and state sharded further.
 
@@ -127,7 +133,11 @@ class OnMesh(optax.GradientTransformationExtraArgs):
         Returns:
           Options for `jax.jit`; {} on one device, and for devices other than GPUs.
         """
-        return self.optimizer.xla_options(params, axis)
+        optimizer, params = self.optimizer, checks.as_arrays("params", params)
+        placed = optimizer.layout.place(params)
+        known = map(optimizer.layout.read(params).get, placed.paths)
+        scans = [x.scan or "lax.scan" if x and x.scanned else "" for x in known]
+        return xla_options.choose(placed, jax.tree.leaves(params), scans, axis)
 
 
 class MeshOptimizer:
@@ -137,30 +147,25 @@ class MeshOptimizer:
         self,
         tx: optax.GradientTransformation,
         layout: Layout,
-        gather_dtype: jax.typing.DTypeLike | None,
+        gather_dtype: DTypeLike | None,
         devices_per_host: int | None,
     ) -> None:
         """Nothing is traced yet."""
         self.tx, self.layout, self.gather_dtype = tx, layout, gather_dtype
         self._devices_per_host = devices_per_host
-        self._jitted_init = jax.jit(self._init)
-        self._jitted_update = jax.jit(self._update)
+        self._jitted = {x: jax.jit(x) for x in (self._init, self._update)}
 
     def devices_per_host(self, mesh: Mesh) -> int:
         """As the user says, or as the mesh shows."""
         return self._devices_per_host or hardware.devices_per_host(mesh)
 
-    def init(self, params: optax.Params) -> Any:
+    def init(self, params: optax.Params) -> optax.OptState:
         """State of these parameters, sharded further than they are."""
         params = checks.as_arrays("params", params)
-        if _is_jitted():
-            return self._init(params)
-        self.layout.check_concrete(params)
-        with jax.disable_jit(False):
-            return self._jitted_init(params)
+        return cast(optax.OptState, self._run(self._init, params, params))
 
-    def _init(self, params: optax.Params) -> Any:
-        placed = self.layout.of_leaves(params)
+    def _init(self, params: optax.Params) -> optax.OptState:
+        placed = self.layout.place(params)
         with self._explicit_axes(placed.mesh):
             state = self.tx.init(_reshard(on_devices(params), placed.state_specs))
         return _on_users_axes(state, placed.mesh)
@@ -168,21 +173,46 @@ class MeshOptimizer:
     def update(
         self,
         updates: optax.Updates,
-        state: Any,
+        state: optax.OptState,
         params: optax.Params | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, Any]:
+    ) -> Updated:
         """Updates sharded like the parameters, and the new state."""
-        if _is_jitted():
-            return self._update(updates, state, params, **extra_args)
-        self.layout.check_concrete(updates if params is None else params)
-        with jax.disable_jit(False):
-            return self._jitted_update(updates, state, params, **extra_args)
+        like = updates if params is None else params
+        run = self._run(self._update, like, updates, state, params, **extra_args)
+        return cast(Updated, run)
 
-    def _update(self, updates: Any, state: Any, params: Any, **extra_args: Any) -> Any:
+    def _run(
+        self, method: Callable[..., Any], like: PyTree, *args: Any, **extra_args: Any
+    ) -> PyTree:
+        """The result of a method, which an eager caller gets from a jitted program."""
+        if _is_jitted():
+            return method(*args, **extra_args)
+        self.layout.check_concrete(like)
+        with jax.disable_jit(False):
+            return self._jitted[method](*args, **extra_args)
+
+    def _update(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        **extra_args: Any,
+    ) -> Updated:
+        placed = self.layout.place(updates if params is None else params)
+        return self.update_on(placed, updates, state, params, **extra_args)
+
+    def update_on(
+        self,
+        placed: Placed,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        **extra_args: Any,
+    ) -> Updated:
+        """As `update`, inside jit, with parameters where `placed` says."""
         like = updates if params is None else params
         checks.check_gradients(updates, params)
-        placed = self.layout.of_leaves(like)
         facts.note().on_mesh.append((self, placed))
         expected = self._typed_state(like, placed)
         checks.check_state(state, expected)
@@ -198,41 +228,25 @@ class MeshOptimizer:
             state = _reshard(state, typed)
         return _on_users_axes((updates, state), placed.mesh, kinds)
 
-    def abstract(self, params: optax.Params) -> tuple[Any, Any]:
+    def abstract(self, params: optax.Params) -> tuple[optax.Params, optax.OptState]:
         """Shapes, dtypes and shardings of the parameters and of the state."""
         params = checks.as_arrays("params", params)
-        placed = self.layout.of_leaves(params)
+        placed = self.layout.place(params)
 
-        def at(x: Any, spec: PartitionSpec, kind: str | None = None) -> Any:
+        def at(
+            x: Shaped, spec: PartitionSpec, kind: str | None = None
+        ) -> jax.ShapeDtypeStruct:
             sharding = spelled(placed.mesh, spec, kind)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        treedef: Any = jax.tree.structure(params)
+        treedef: PyTreeDef = jax.tree.structure(params)
         rows = jax.tree.leaves(params), placed.param_specs, placed.memory_kinds
         state = self._typed_state(params, placed)
         return treedef.unflatten(map(at, *rows)), jax.tree.map(
             lambda x: at(x, jax.typeof(x).sharding.spec), state
         )
 
-    def xla_options(
-        self,
-        params: Any,
-        axis: AxisName | None = None,
-        scans: Sequence[str] | None = None,
-    ) -> dict[str, Any]:
-        """See `OnMesh`; a step knows which scan takes each parameter, "" for none."""
-        params = checks.as_arrays("params", params)
-        placed = self.layout.of_leaves(params)
-        if scans is None:
-            known = map(self.layout.read(params).get, placed.paths)
-            scans = [x.scan or "lax.scan" if x and x.scanned else "" for x in known]
-        mesh, rows = placed.mesh, zip(scans, placed.param_specs, strict=True)
-        # None for leaves that are not sharded, and so not gathered.
-        by = [scan if any(dividing(x, mesh.shape)) else None for scan, x in rows]
-        axes, leaves = checked_axes("axis", axis, mesh), jax.tree.leaves(params)
-        return xla_options.of_leaves(mesh, axes, leaves, by)
-
-    def _typed_state(self, params: Any, placed: Placed) -> Any:
+    def _typed_state(self, params: optax.Params, placed: Placed) -> optax.OptState:
         """The state's types; JAX remembers them, and a step does not trace `init`."""
         with self._explicit_axes(placed.mesh):
             return jax.eval_shape(
@@ -245,8 +259,12 @@ class MeshOptimizer:
         _check_types(mesh)
         if array_types.surroundings().users_mesh is not None:
             raise ValueError(f"on_mesh inside of on_mesh: {_TWICE}")
-        number = self.devices_per_host(mesh)
-        with array_types.on_explicit_axes(_explicit_mesh(mesh), number):
+        known = {
+            "users_mesh": jax.sharding.get_abstract_mesh(),
+            "devices_per_host": self.devices_per_host(mesh),
+        }
+        on = jax.sharding.use_abstract_mesh(_explicit_mesh(mesh))
+        with array_types.setting(**known), on:
             try:
                 yield
             except Exception as error:
@@ -254,7 +272,9 @@ class MeshOptimizer:
                 raise
 
 
-def typed(params: Any, placed: Placed, specs: Sequence[PartitionSpec]) -> Any:
+def typed(
+    params: optax.Params, placed: Placed, specs: Sequence[PartitionSpec]
+) -> optax.Params:
     """Shapes of parameters, with specs in their types."""
     leaves, treedef = jax.tree.flatten(params)
     mesh = _explicit_mesh(placed.mesh)
@@ -265,7 +285,9 @@ def typed(params: Any, placed: Placed, specs: Sequence[PartitionSpec]) -> Any:
     return jax.tree.unflatten(treedef, shapes)
 
 
-def typed_state(tx: optax.GradientTransformation, params: Any, placed: Placed) -> Any:
+def typed_state(
+    tx: optax.GradientTransformation, params: optax.Params, placed: Placed
+) -> optax.OptState:
     """Types of the state of any transform, one around `on_mesh` say, on its mesh."""
     with jax.sharding.use_abstract_mesh(_explicit_mesh(placed.mesh)):
         return jax.eval_shape(tx.init, typed(params, placed, placed.param_specs))
@@ -299,13 +321,14 @@ def _explicit_mesh(mesh: Mesh) -> AbstractMesh:
 
 
 def _on_users_axes(
-    tree: Any, mesh: Mesh, kinds: Sequence[str | None] | None = None
-) -> Any:
+    tree: PyTree, mesh: Mesh, kinds: Sequence[str | None] | None = None
+) -> PyTree:
     """Arrays on the user's kind of axes, sharded as their types show.
 
     They go to these kinds of memory, one for each leaf; None is a device's.
     """
-    leaves, treedef = jax.tree.leaves(tree), cast(Any, jax.tree.structure(tree))
+    treedef: PyTreeDef
+    leaves, treedef = jax.tree.flatten(tree)
     specs, outer = [jax.typeof(x).sharding.spec for x in leaves], _outer_mesh(mesh)
     if outer != _explicit_mesh(mesh):
         with jax.sharding.use_abstract_mesh(outer):
@@ -322,13 +345,13 @@ def _on_users_axes(
     )
 
 
-def _memory_kind(x: Any) -> str | None:
+def _memory_kind(x: Array) -> str | None:
     """Where the type shows that an array is, unless that is a device's memory."""
     on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
     return "pinned_host" if on_host else None
 
 
-def on_devices(tree: Any) -> Any:
+def on_devices(tree: PyTree) -> PyTree:
     """Arrays in the memory of devices."""
     to = jax.memory.Space.Device
     return jax.tree.map(lambda x: jax.device_put(x, to) if _memory_kind(x) else x, tree)
@@ -339,7 +362,9 @@ def _is_jitted() -> bool:
     return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
-def _reshard(tree: Any, specs: Sequence[PartitionSpec], dtype: Any = None) -> Any:
+def _reshard(
+    tree: PyTree, specs: Sequence[PartitionSpec], dtype: DTypeLike | None = None
+) -> PyTree:
     """Reshard arrays to these specs; those that change are sent in `dtype`."""
     leaves, treedef = jax.tree.flatten(tree)
     moved = []
@@ -355,18 +380,29 @@ def _reshard(tree: Any, specs: Sequence[PartitionSpec], dtype: Any = None) -> An
 
 def _explain(error: Exception) -> None:
     """Say what to write instead, for two things that JAX rejects on Explicit axes."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if type(error).__name__ == "ShardingTypeError":
-        frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
-        calls = [x.co_qualname for x in frames if x.co_name in ("init_fn", "update_fn")]
+        codes = (frame.f_code for frame in frames)
+        calls = [x.co_qualname for x in codes if x.co_name in ("init_fn", "update_fn")]
         name = calls[-1].partition(".")[0] if calls else "a transform"
         raise ValueError(
             f"{name} inside on_mesh does something with sharded arrays that JAX "
             f"refuses on Explicit axes ({error}); expected it wrapped, as "
             f"jax_muon.on_auto_axes({name}(...)): XLA then chooses the sharding"
         ) from error
-    if "should match the aval mesh" in str(error):
-        raise ValueError(
-            "the optimizer inside on_mesh uses an array that is no argument of its "
-            f"update ({error}); if it is a rate of optax.inject_hyperparams, expected "
-            "it inside: on_mesh(optax.inject_hyperparams(...)(...), mesh)"
-        ) from error
+    # All that a transform gets is on Explicit axes, but within `on_auto_axes`. So an
+    # array on Auto axes, such as `learning_rate` in `scale_by_learning_rate`, is none.
+    for frame in itertools.takewhile(
+        lambda frame: frame.f_code.co_filename != wrappers.__file__, frames
+    ):
+        module = str(frame.f_globals.get("__name__"))
+        of_transform = module != __name__ and module.partition(".")[0] != "jax"
+        for name, x in frame.f_locals.items() if of_transform else ():
+            is_array = isinstance(x, jax.Array)
+            if is_array and AxisType.Auto in jax.typeof(x).sharding.mesh.axis_types:
+                raise ValueError(
+                    f"the optimizer inside on_mesh uses {name!r}, an array that is no "
+                    f"argument of its update ({error}); if it is a rate of "
+                    "optax.inject_hyperparams, expected it inside: "
+                    "on_mesh(optax.inject_hyperparams(...)(...), mesh)"
+                ) from error

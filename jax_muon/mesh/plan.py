@@ -6,10 +6,10 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Iterator, Sequence
 
 import numpy as np
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from jax_muon.base.specs import (
@@ -37,7 +37,7 @@ class Member:
     count: int
     transposed: bool
 
-    def turn(self, x: Any) -> Any:
+    def turn(self, x: Array) -> Array:
         """From shards of (in, out) to shards of (m, n) with m <= n, or back."""
         return x.mT if self.transposed else x
 
@@ -49,7 +49,7 @@ class Pool:
     members: tuple[Member, ...]  # the batches that they come from
     shape: tuple[int, int]
     shard_shape: tuple[int, int]  # of one matrix, on one device
-    dtype: Any
+    dtype: np.dtype
     # Mesh axes over different matrices, over m, over n, and those that repeat shards:
     # together all axes with more than one device, each once.
     batch_axes: tuple[str, ...]
@@ -61,7 +61,9 @@ class Pool:
     # shape, filled up with zeros.
     counts: tuple[int, ...] = ()
     team: int = 1  # devices of one owner, which share its work
-    shared_dtype: Any = None  # in which they send each other parts of products
+    shared_dtype: np.dtype | None = (
+        None  # in which they send each other parts of products
+    )
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
@@ -69,7 +71,7 @@ class Pool:
         return self.short_axes + self.long_axes
 
     @property
-    def alike(self) -> Any:
+    def alike(self) -> Hashable:
         """What pools have in common whose matrices travel together."""
         axes = self.batch_axes, self.shard_axes, self.replica_axes
         return self.dtype, *axes, self.team
@@ -174,7 +176,7 @@ def transfers(pools: Sequence[Pool], sizes: Sizes) -> list[Collective]:
 
 def rounds(pools: Sequence[Pool]) -> list[Round]:
     """The exchanges of a plan, with about the same work for all owners in each."""
-    by_axes: dict[Any, list[Pool]] = {}
+    by_axes: dict[Hashable, list[Pool]] = {}
     for pool in pools:
         if pool.counts:
             by_axes.setdefault(pool.alike, []).append(pool)
@@ -232,7 +234,9 @@ def parameter_transfers(
     param_axes, state_axes = ({*spec_names(x)} for x in (spec, state_spec))
     shard = size // math.prod(sizes[name] for name in state_axes.difference(summed))
 
-    def rings(axes: Collection[str], shard: int) -> Iterator[tuple[Any, int]]:
+    def rings(
+        axes: Collection[str], shard: int
+    ) -> Iterator[tuple[tuple[int, ...], int]]:
         """Over which devices, and bytes of the shard that they divide."""
         for entry in state_spec:
             along = {*entry_names(entry)} & {*summed} & {*axes}

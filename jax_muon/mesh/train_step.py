@@ -14,35 +14,40 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import PyTree
 
 from jax_muon.base import checks, jaxprs, trees
-from jax_muon.base.array_types import setting
+from jax_muon.base.array_types import is_explicit, setting
 from jax_muon.base.dtypes import wide
 from jax_muon.base.specs import dividing, spelled
+from jax_muon.mesh import xla_options
 from jax_muon.mesh.communicator import Communicator, Scans
-from jax_muon.mesh.layout import Placed, sharded
+from jax_muon.mesh.layout import Placed
 from jax_muon.mesh.on_mesh import OnMesh, on_devices
 
-Step = tuple[Any, Any, dict[str, Any]]  # parameters, state, metrics
+Step = tuple[optax.Params, optax.OptState, dict[str, PyTree]]  # the last: metrics
 
 
 def make_train_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., PyTree],
     tx: OnMesh,
     *,
     has_aux: bool = False,
     max_aux: Sequence[str] = (),
     weighted: bool = False,
     microbatches: int = 1,
-    reduce_dtype: jax.typing.DTypeLike | None = None,
+    reduce_dtype: DTypeLike | None = None,
     donate: bool = True,
 ) -> "TrainStep":
     """A jitted train step over a batch that is divided between all devices of a mesh.
@@ -108,11 +113,28 @@ _traces = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Gathers:
-    """How the parameters of a step are gathered."""
+    """Where the parameters of a step are, and what gathers each of them."""
 
-    # For each: the number of the leaf of `scan_layers` that gathers it, or None.
+    placed: Placed
+    # For each parameter: the number of the leaf of `scan_layers` that gathers it, such
+    # as "0 1"; None if it is gathered before the loss, or not sharded.
     numbers: list[str | None]
-    specs: dict[str, PartitionSpec]  # of one layer, by those numbers
+    layer_specs: dict[str, PartitionSpec]  # of one layer, by those numbers
+
+    @property
+    def param_specs(self) -> list[PartitionSpec]:
+        """Specs of the parameters, without mesh axes of one device."""
+        return self._dividing(self.placed.param_specs)
+
+    @property
+    def grad_specs(self) -> list[PartitionSpec]:
+        """Specs of gradients; `scan_layers` leaves its own sharded like parameters."""
+        placed = self.placed
+        rows = zip(self.numbers, placed.param_specs, placed.state_specs, strict=True)
+        return self._dividing([x if number else y for number, x, y in rows])
+
+    def _dividing(self, specs: Sequence[PartitionSpec]) -> list[PartitionSpec]:
+        return [dividing(spec, self.placed.mesh.shape) for spec in specs]
 
 
 @dataclasses.dataclass(eq=False)
@@ -131,44 +153,53 @@ class TrainStep:
     tx: OnMesh
     _loss: Callable[..., "_Outputs"]
     _microbatches: int
-    _reduce_dtype: Any
+    _reduce_dtype: DTypeLike | None
     _donate: bool
-    _jitted: Any = None
-    _known: dict[Any, Gathers] = dataclasses.field(default_factory=dict)
+    _jitted: jax.stages.Wrapped | None = None
+    _known: dict[Hashable, Gathers] = dataclasses.field(default_factory=dict)
 
-    def init(self, params: optax.Params) -> tuple[Any, Any]:
+    def init(self, params: optax.Params) -> tuple[optax.Params, optax.OptState]:
         """The parameters, and the optimizer's state, in their shardings."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract(params))
         placed = jax.device_put(params, shardings[0])
         # A copy, since the first step donates its arguments: device_put may alias.
         copy = jax.jit(lambda *x: jax.tree.map(jnp.copy, x), out_shardings=shardings)
-        return cast(Any, copy(placed, self.tx.init(placed)))
+        both = copy(placed, self.tx.init(placed))
+        return cast(tuple[optax.Params, optax.OptState], both)
 
-    def abstract(self, params: optax.Params) -> tuple[Any, Any]:
+    def abstract(self, params: optax.Params) -> tuple[optax.Params, optax.OptState]:
         """Shapes and shardings of parameters and state, to restore them into."""
         return self.tx.optimizer.abstract(params)
 
-    def __call__(self, params: Any, state: Any, batch: Any, *others: Any) -> Step:
+    def __call__(
+        self,
+        params: optax.Params,
+        state: optax.OptState,
+        batch: PyTree[ArrayLike],
+        *others: PyTree[ArrayLike],
+    ) -> Step:
         """One step; see the class."""
         _check_alive(params, state)
         args = params, state, batch, *others
         return cast(Step, self._jit(*args)(*args))
 
-    def lower(self, params: Any, state: Any, batch: Any, *others: Any) -> Any:
+    def lower(
+        self, params: PyTree, state: PyTree, batch: PyTree, *others: PyTree
+    ) -> jax.stages.Lowered:
         """The step lowered for these arguments, or their shapes with shardings."""
         args = params, state, batch, *others
         return self._jit(*args).lower(*args)
 
     def xla_options(
-        self, params: Any, state: Any, batch: Any, *others: Any
-    ) -> dict[str, Any]:
+        self, params: PyTree, state: PyTree, batch: PyTree, *others: PyTree
+    ) -> xla_options.Options:
         """XLA's options for these arguments, or their shapes, which the step uses."""
         del state
-        numbers = self.gathers(params, batch, *others).numbers
-        scans = ["scan_layers" if number else "" for number in numbers]
-        return self.tx.optimizer.xla_options(params, scans=scans)
+        gathers = self.gathers(params, batch, *others)
+        scans = ["scan_layers" if number else "" for number in gathers.numbers]
+        return xla_options.choose(gathers.placed, jax.tree.leaves(params), scans)
 
-    def _jit(self, *args: Any) -> Any:
+    def _jit(self, *args: PyTree) -> jax.stages.Wrapped:
         """The jitted step, with the compiler's options for its first arguments."""
         if self._jitted is None:
             self._jitted = jax.jit(
@@ -178,50 +209,38 @@ class TrainStep:
             )
         return self._jitted
 
-    def _step(self, params: Any, state: Any, batch: Any, *others: Any) -> Step:
-        optimizer = self.tx.optimizer
-        placed = optimizer.layout.of_leaves(params)
-        mesh, axes = placed.mesh, PartitionSpec(placed.mesh.axis_names)
+    def _step(
+        self, params: PyTree, state: PyTree, batch: PyTree, *others: PyTree
+    ) -> Step:
         gathers = self.gathers(params, batch, *others)
+        placed, mesh = gathers.placed, gathers.placed.mesh
+        everywhere, axes = PartitionSpec(), PartitionSpec(mesh.axis_names)
         params = on_devices(params)
-        param_specs, state_specs = (
-            [dividing(spec, mesh.shape) for spec in x]
-            for x in (placed.param_specs, placed.state_specs)
-        )
-        # `scan_layers` sums gradients over all devices, sharded like the parameters.
-        rows = zip(param_specs, state_specs, gathers.numbers, strict=True)
-        grad_specs = [x if number else y for x, y, number in rows]
-        treedef: Any = jax.tree.structure(params)
-        param_specs, grad_specs = map(treedef.unflatten, (param_specs, grad_specs))
+        treedef: PyTreeDef = jax.tree.structure(params)
         if AxisType.Explicit in mesh.axis_types:
             batch = jax.reshard(batch, NamedSharding(mesh, axes))
-            others = jax.reshard(others, NamedSharding(mesh, PartitionSpec()))
+            others = jax.reshard(others, NamedSharding(mesh, everywhere))
         # With check_vma=True, the gradient of a parameter that devices share would be
         # summed already, loops could not start from constants, and a loss that ends in
         # a pmean would have a gradient too small by the number of devices.
         grads, maxima, metrics = jax.shard_map(
-            functools.partial(
-                self._gradients,
-                self._communicator(placed),
-                param_specs,
-                grad_specs,
-                gathers,
-            ),
+            functools.partial(self._gradients, gathers, treedef),
             mesh=mesh,
-            in_specs=(param_specs, axes, PartitionSpec()),
-            out_specs=(grad_specs, PartitionSpec(), PartitionSpec()),
+            in_specs=(gathers.param_specs, axes, everywhere),
+            out_specs=(gathers.grad_specs, everywhere, everywhere),
             check_vma=False,
-        )(params, batch, others)
-        extra = {"value": metrics["loss"], **maxima}
-        updates, state = optimizer.update(grads, state, params, **extra)
+        )(jax.tree.leaves(params), batch, others)
+        grads, extra = treedef.unflatten(grads), {"value": metrics["loss"], **maxima}
+        optimizer = self.tx.optimizer
+        updates, state = optimizer.update_on(placed, grads, state, params, **extra)
         after = jax.tree.map(
             lambda old, new: new if jnp.issubdtype(old.dtype, jnp.inexact) else old,
             params,
             optax.apply_updates(params, on_devices(updates)),
         )
         if any(placed.memory_kinds):  # back to the host
-            of_leaf = functools.partial(spelled, mesh)
-            places = map(of_leaf, placed.param_specs, placed.memory_kinds)
+            leaf_sharding = functools.partial(spelled, mesh)
+            places = map(leaf_sharding, placed.param_specs, placed.memory_kinds)
             after = jax.device_put(after, treedef.unflatten(places))
         return after, state, metrics
 
@@ -231,60 +250,71 @@ class TrainStep:
 
     # --- what the loss gives to `scan_layers` -----------------------------------------
 
-    def gathers(self, params: Any, batch: Any, *others: Any) -> Gathers:
+    def gathers(self, params: PyTree, batch: PyTree, *others: PyTree) -> Gathers:
         """Which parameters `scan_layers` gathers, by a trace of the loss.
 
         Warns of layers that are passed to it and yet must be gathered whole.
         """
-        placed = self.tx.optimizer.layout.of_leaves(params)
         leaves, treedef = jax.tree.flatten((params, batch, others))
-        shapes = ((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-        # On Explicit axes arrays of one shape may be sharded otherwise.
-        key = treedef, *shapes, *placed.param_specs
+        key = treedef, *map(_type, leaves)
         if key not in self._known:
+            placed = self.tx.optimizer.layout.place(params)
             self._known[key] = self._look(placed, params, batch, others)
         return self._known[key]
 
-    def _look(self, placed: Placed, params: Any, batch: Any, others: Any) -> Gathers:
+    def _look(
+        self, placed: Placed, params: PyTree, batch: PyTree, others: PyTree
+    ) -> Gathers:
+        """Follow the layers from parameters to the leaves of `scan_layers`.
+
+        Two leaves of one call, and the L2 term uses the first:
+          uses      [[mark "0 0", "mul"], [mark "0 1"]]
+          specs     [P(None, "data"), P(None, "data")]
+          found     {"0 0": {None}, "0 1": {P("data")}}
+          numbers   [None, "0 1"], and a warning of the first
+        """
         self._check_batch(placed, batch)
-        specs = [dividing(spec, placed.mesh.shape) for spec in placed.param_specs]
-        if not sharded(specs):
-            return Gathers([None] * len(specs), {})
+        whole = Gathers(placed, [None] * len(placed.paths), {})
+        specs = whole.param_specs
+        if not any(map(any, specs)):
+            return whole
         uses = self._uses(placed, params, batch, others)
-        # Specs of a layer, by its mark; None where it cannot be held.
-        mark_specs: dict[str, set[Any]] = collections.defaultdict(set)
-        for spec, of_leaf in zip(specs, uses, strict=True):
-            held = len(of_leaf) == 1 and not any(spec[:1])
-            for use in of_leaf:
-                mark_specs[use.mark].add(PartitionSpec(*spec[1:]) if held else None)
+        # Of the parameters with each mark: the spec of a layer, or None to gather all.
+        found = collections.defaultdict[str, set[PartitionSpec | None]](set)
+        for spec, leaf_uses in zip(specs, uses, strict=True):
+            held = len(leaf_uses) == 1 and not any(spec[:1])
+            for use in leaf_uses:
+                found[use.mark].add(PartitionSpec(*spec[1:]) if held else None)
         layer_specs = {
             mark: spec
-            for mark, found in mark_specs.items()
-            for spec in found
-            if mark and len(found) == 1 and any(spec or ())
+            for mark, several in found.items()
+            for spec in several
+            if mark and len(several) == 1 and spec is not None and any(spec)
         }
-        marks = [{use.mark for use in of_leaf} - {""} for of_leaf in uses]
-        numbers = [next(iter(found & layer_specs.keys()), None) for found in marks]
-        for i, number in enumerate(numbers):
-            if marks[i] and any(specs[i]) and number is None:
-                why = f"it is used by {', '.join(map(str, uses[i]))}"
-                if any(specs[i][:1]):
-                    why = f"it is sharded along its layers, by {specs[i]}"
+        marks = [{use.mark for use in leaf_uses} - {""} for leaf_uses in uses]
+        numbers = [next(iter(x & layer_specs.keys()), None) for x in marks]
+        for path, spec, leaf_uses, number in zip(
+            placed.paths, specs, uses, numbers, strict=True
+        ):
+            if number is None and any(spec) and any(use.mark for use in leaf_uses):
+                why = f"it is used by {', '.join(map(str, leaf_uses))}"
+                if any(spec[:1]):
+                    why = f"it is sharded along its layers, by {spec}"
                 warnings.warn(
-                    f"parameter {placed.paths[i]!r} is gathered whole, all layers at "
+                    f"parameter {path!r} is gathered whole, all layers at "
                     f"once: {why}; expected one scan_layers and nothing else",
                     stacklevel=2,
                 )
-        return Gathers(numbers, layer_specs)
+        return Gathers(placed, numbers, layer_specs)
 
     def _uses(
-        self, placed: Placed, params: Any, batch: Any, others: Any
+        self, placed: Placed, params: PyTree, batch: PyTree, others: PyTree
     ) -> list[list[jaxprs.LayerUse]]:
         """How the loss uses each whole parameter on a device."""
         uses: list[list[jaxprs.LayerUse]] = []
         mesh, axes = placed.mesh, PartitionSpec(placed.mesh.axis_names)
 
-        def look(params: Any, batch: Any, others: Any) -> tuple[()]:
+        def look(params: PyTree, batch: PyTree, others: PyTree) -> tuple[()]:
             first = jax.tree.map(lambda x: x[0], self._parts(batch))
             scans = Scans(self._communicator(placed), {})
             uses.extend(self._trace(scans, params, first, others)[0])
@@ -302,8 +332,8 @@ class TrainStep:
         return uses
 
     def _trace(
-        self, scans: Scans, params: Any, part: Any, others: Any
-    ) -> tuple[list[list[jaxprs.LayerUse]], Callable[..., Any]]:
+        self, scans: Scans, params: PyTree, part: PyTree, others: PyTree
+    ) -> tuple[list[list[jaxprs.LayerUse]], Callable[..., "_Outputs"]]:
         """How the loss uses each parameter, and the loss as traced."""
         # With a separate axis a trace finds no function that JAX remembers from
         # another one, in which `scan_layers` did something else.
@@ -313,13 +343,13 @@ class TrainStep:
             closed, results = trace(params, part, *others)
         count = len(jax.tree.leaves(params))
 
-        def loss(*args: Any) -> Any:
+        def loss(*args: PyTree) -> PyTree:
             flat = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
             return jax.tree.unflatten(jax.tree.structure(results), flat)
 
         return jaxprs.uses_of_layers(closed.jaxpr, closed.jaxpr.invars[:count]), loss
 
-    def _check_batch(self, placed: Placed, batch: Any) -> None:
+    def _check_batch(self, placed: Placed, batch: PyTree) -> None:
         """Arrays need a first axis that the devices divide; warn if these differ."""
         number = placed.mesh.size * self._microbatches
         expected = (
@@ -342,7 +372,7 @@ class TrainStep:
 
     # --- on each device, inside shard_map ---------------------------------------------
 
-    def _parts(self, batch: Any) -> Any:
+    def _parts(self, batch: PyTree[Array]) -> PyTree[Array]:
         """A device's batch, as microbatches along a new first axis."""
         count = self._microbatches
         return jax.tree.map(
@@ -351,48 +381,55 @@ class TrainStep:
 
     def _gradients(
         self,
-        comm: Communicator,
-        param_specs: Any,
-        grad_specs: Any,
         gathers: Gathers,
-        params: Any,
-        batch: Any,
-        others: Any,
-    ) -> tuple[Any, Any, dict[str, Any]]:
+        treedef: PyTreeDef,
+        shards: list[Array],
+        batch: PyTree[Array],
+        others: PyTree[Array],
+    ) -> tuple[list[Array], dict[str, Array], dict[str, PyTree[Array]]]:
         """This device's shard of the mean gradient; maxima; metrics."""
+        comm, numbers = self._communicator(gathers.placed), gathers.numbers
+        whole = [
+            x if number else comm.gather(x, spec)
+            for x, spec, number in zip(
+                shards, gathers.param_specs, numbers, strict=True
+            )
+        ]
         count, parts = self._microbatches, self._parts(batch)
         first = jax.tree.map(lambda x: x[0], parts)
-        treedef: Any = jax.tree.structure(params)
-        held = treedef.unflatten([number is not None for number in gathers.numbers])
-        whole = jax.tree.map(
-            lambda x, spec, held: x if held else comm.gather(x, spec),
-            *(params, param_specs, held),
-        )
-        loss = self._loss
-        if gathers.specs:
-            scans = Scans(comm, gathers.specs)
-            uses, loss = self._trace(scans, whole, first, others)
-            rows = zip(uses, gathers.numbers, strict=True)
-            if any(number and [x.mark for x in of] != [number] for of, number in rows):
+
+        def loss(params: list[Array], part: PyTree[Array]) -> "_Outputs":
+            return self._loss(treedef.unflatten(params), part, *others)
+
+        if gathers.layer_specs:
+            scans = Scans(comm, gathers.layer_specs)
+            uses, traced = self._trace(scans, treedef.unflatten(whole), first, others)
+            if any(
+                number and [use.mark for use in leaf_uses] != [number]
+                for number, leaf_uses in zip(numbers, uses, strict=True)
+            ):
                 raise ValueError(
                     "loss_fn gives other parameters to scan_layers when it is traced "
                     "a second time; expected the same calls in the same order"
                 )
-        microbatch = functools.partial(
-            self._microbatch, loss, comm, held, whole, others
-        )
+            loss = lambda params, part: traced(params, part, others)  # noqa: E731
+        microbatch = functools.partial(self._microbatch, loss, comm, numbers, whole)
         (total, sums, aux), maxima = (
             microbatch(first) if count == 1 else _sum_over(microbatch, parts, first)
         )
         # A batch in which nothing counts has no gradient.
         value, grads = _times(sums, jnp.where(total == 0, 0, 1 / total))
 
-        def scatter(g: Any, x: Any, spec: Any, held: bool) -> Any:
+        def scatter(
+            g: Array, x: Array, spec: PartitionSpec, number: str | None
+        ) -> Array:
             kind = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else g.dtype
-            g = g if held else comm.scatter(g / comm.mesh.size, spec, kind, comm.axes)
+            if number is None:
+                g = comm.scatter(g / comm.mesh.size, spec, kind, comm.axes)
             return g.astype(x.dtype)
 
-        grads = jax.tree.map(scatter, grads, params, grad_specs, held)
+        rows = zip(grads, shards, gathers.grad_specs, numbers, strict=True)
+        grads = list(itertools.starmap(scatter, rows))
         maxima = jax.lax.pmax(maxima, comm.axes)
         metrics = {"loss": jax.lax.pmean(value, comm.axes)}
         if aux is not None:
@@ -404,42 +441,41 @@ class TrainStep:
 
     def _microbatch(
         self,
-        loss_fn: Any,
+        loss: Callable[[list[Array], PyTree[Array]], "_Outputs"],
         comm: Communicator,
-        held: Any,
-        params: Any,
-        others: Any,
-        part: Any,
-    ) -> tuple[Any, Any]:
+        numbers: list[str | None],
+        params: list[Array],
+        part: PyTree[Array],
+    ) -> tuple[PyTree[Array], dict[str, Array]]:
         """One microbatch: its weight, this device's part of its mean times that weight.
 
         These parts are not divided by the number of devices yet.
         """
-        loss, pull, (weight, aux, maxima) = jax.vjp(
-            lambda params: loss_fn(params, part, *others), params, has_aux=True
+        value, pull, (weight, aux, maxima) = jax.vjp(
+            lambda params: loss(params, part), params, has_aux=True
         )
-        devices = comm.mesh.size
-        total, mean, share = jnp.asarray(devices, float), wide(loss), 1.0
+        devices, share = comm.mesh.size, cast(Array | float, 1.0)
+        total, mean = jnp.asarray(devices, float), wide(value)
         if weight is not None:
             # Collectives in the loss mix the cotangents of devices, so these must be
             # in the ratio of the weights. They are 1 on average, as float16 needs it.
             total = jax.lax.psum(weight, comm.axes)
             share = weight * devices / jnp.where(total == 0, 1, total)
             mean = jnp.where(weight == 0, 0, mean * share)
-        cotangent = jnp.asarray(share, loss.dtype)
+        cotangent = jnp.asarray(share, value.dtype)
         rounded_off = jnp.where(cotangent == 0, 1, share / wide(cotangent))
         (grads,) = pull(cotangent)
 
-        def counted(g: Any, held: bool) -> Any:
+        def counted(g: Array, number: str | None) -> Array:
             """This device's part, unless summed already; 0 for a mean of 0 / 0."""
             if g.dtype == jax.dtypes.float0:
                 return jnp.zeros(g.shape)
-            if held or weight is None:
+            if number or weight is None:
                 return wide(g)
             g = _times(wide(g), rounded_off)
             return jnp.where((weight == 0) & jnp.isnan(g), 0, g)
 
-        means = mean, jax.tree.map(counted, grads, held)
+        means = mean, list(map(counted, grads, numbers))
         # Not after the sum: booleans and int8 have none.
         count = devices * self._microbatches
         aux = jax.tree.map(lambda x: jnp.asarray(x) / count, aux)
@@ -447,17 +483,17 @@ class TrainStep:
 
 
 # The loss, and its weight, auxiliary output and maxima: None and {} without such.
-_Outputs = tuple[Any, tuple[Any, Any, dict[str, Any]]]
+_Outputs = tuple[Array, tuple[Array | None, PyTree[Array], dict[str, Array]]]
 
 
 def _outputs(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., PyTree],
     has_aux: bool,
     max_aux: Sequence[str],
     weighted: bool,
-    params: Any,
-    batch: Any,
-    *others: Any,
+    params: PyTree[Array],
+    batch: PyTree[Array],
+    *others: PyTree[Array],
 ) -> _Outputs:
     """The results of a loss function, in one form; see `make_train_step`."""
     # Rebuilt, since a variable of NNX can change only in the trace that made it.
@@ -485,11 +521,11 @@ def _outputs(
 
 
 def _sum_over(
-    function: Callable[[Any], tuple[Any, Any]], parts: Any, first: Any
-) -> tuple[Any, Any]:
+    function: Callable[[PyTree], tuple[PyTree, PyTree]], parts: PyTree, first: PyTree
+) -> tuple[PyTree, PyTree]:
     """The sum of a function's first result over parts, and maxima of the other."""
 
-    def add(so_far: Any, part: Any) -> tuple[Any, Any]:
+    def add(so_far: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
         more, maxima = function(part)
         return jax.tree.map(jnp.add, so_far, more), maxima
 
@@ -499,7 +535,7 @@ def _sum_over(
     return summed, jax.tree.map(lambda x: jnp.max(x, axis=0), maxima)
 
 
-def _pair(flag: str, output: Any) -> Any:
+def _pair(flag: str, output: PyTree) -> PyTree:
     """The output of loss_fn, if it is the pair that a flag promises."""
     if not isinstance(output, (tuple, list)) or len(output) != 2:
         raise ValueError(
@@ -510,16 +546,22 @@ def _pair(flag: str, output: Any) -> Any:
     return output
 
 
-def _times(tree: Any, factor: Any) -> Any:
+def _times(tree: PyTree[Array], factor: Array) -> PyTree[Array]:
     return jax.tree.map(lambda x: x * factor.astype(x.dtype), tree)
 
 
-def _shape(sharding: NamedSharding, x: Any) -> jax.ShapeDtypeStruct:
+def _type(x: ArrayLike) -> Hashable:
+    """What decides where a leaf is: on Explicit axes also how its type is sharded."""
+    spec = jax.typeof(x).sharding.spec if is_explicit(x) else None
+    return jnp.shape(x), jnp.result_type(x), spec
+
+
+def _shape(sharding: NamedSharding, x: ArrayLike) -> jax.ShapeDtypeStruct:
     shape, dtype = jnp.shape(x), jnp.result_type(x)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _check_alive(params: Any, state: Any) -> None:
+def _check_alive(params: optax.Params, state: optax.OptState) -> None:
     """Refuse deleted arrays: JAX ends the process when several devices get them."""
     both = {"params": params, "state": state}
     if not any(map(_is_deleted, jax.tree.leaves(both))):
@@ -532,6 +574,6 @@ def _check_alive(params: Any, state: Any) -> None:
     )
 
 
-def _is_deleted(x: Any) -> bool:
+def _is_deleted(x: ArrayLike) -> bool:
     traced = isinstance(x, jax.core.Tracer)
     return isinstance(x, jax.Array) and not traced and x.is_deleted()

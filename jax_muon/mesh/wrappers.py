@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import optax
+from jaxtyping import PyTree
 
 from jax_muon.base import checks
 from jax_muon.base.array_types import arrays_and_others, is_explicit, setting
@@ -37,11 +38,15 @@ def on_auto_axes(
     tx = checks.as_transform("tx", tx)
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
         arrays, others = arrays_and_others(extra_args)
 
-        def update(updates: Any, state: Any, params: Any, arrays: Any) -> Any:
+        def update(*args: PyTree) -> tuple[optax.Updates, optax.OptState]:
+            updates, state, params, arrays = args
             return tx.update(updates, state, params, **others, **arrays)
 
         if any(map(is_explicit, jax.tree.leaves(updates))):
@@ -82,8 +87,11 @@ def on_replicas(
     tx = checks.as_transform("tx", tx)
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
         with setting(trusted=True):
             return tx.update(updates, state, params, **extra_args)
 

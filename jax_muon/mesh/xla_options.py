@@ -8,7 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+
+from jax_muon.base.specs import AxisName, checked_axes, dividing
+from jax_muon.mesh.layout import Placed, Shaped
+
+Options = dict[str, Any]  # numbers and booleans, by names of XLA
 
 # Number of buckets in which all parameters are sent; XLA's own hold 30 MB, a tenth of a
 # small model. The first product has nothing before it to hide transfers under, so
@@ -35,35 +39,44 @@ XLA_GATHERS_LAYERS = {
 }
 
 
-def of_leaves(
-    mesh: Mesh, axes: Sequence[str], leaves: Sequence[Any], scans: Sequence[str | None]
-) -> dict[str, Any]:
-    """Compiler options for a train step on this mesh.
+def choose(
+    placed: Placed,
+    leaves: Sequence[Shaped],
+    scans: Sequence[str],
+    axis: AxisName | None = None,
+) -> Options:
+    """Compiler options for a train step.
 
     Args:
-      mesh: the mesh that the step runs on.
-      axes: mesh axes that divide the batch.
+      placed: where the parameters are.
       leaves: the parameters, or their shapes.
-      scans: for each of them None if it is not sharded; "scan_layers" or "lax.scan" if
-        this takes its layers one at a time; "" if it is gathered whole.
+      scans: for each of them "scan_layers" or "lax.scan" if this takes its layers one
+        at a time, and "" if it is gathered whole.
+      axis: mesh axes that divide the batch; None for all.
 
     Returns:
       Options for `jax.jit`; {} on one device, and for devices other than GPUs.
     """
+    mesh, axes = placed.mesh, checked_axes("axis", axis, placed.mesh)
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return {}
     sizes = [x.size * np.dtype(x.dtype).itemsize for x in leaves]
-    rows = zip(sizes, leaves, scans, strict=True)
-    # Bytes of one layer that is gathered, of all parameters together.
-    layer = sum(size / x.shape[0] for size, x, by in rows if by == "scan_layers")
-    if "lax.scan" in scans and not layer:
+    rows = zip(sizes, leaves, scans, placed.param_specs, strict=True)
+    # Each sharded, and so gathered, leaf: its bytes, its layers, and their scan.
+    gathered = [
+        (size, x.shape[0] if scan else 1, scan)
+        for size, x, scan, spec in rows
+        if any(dividing(spec, mesh.shape))
+    ]
+    # Bytes of one layer, of all parameters together.
+    layer = sum(size / layers for size, layers, by in gathered if by == "scan_layers")
+    if not layer and any(by == "lax.scan" for _, _, by in gathered):
         return _known(XLA_GATHERS_LAYERS)
-    # Otherwise updates are gathered, at the end of a step.
-    gathers_first = any(by is not None for by in scans)
     total, on_axes = sum(sizes), [mesh.shape[name] for name in axes]
     parts = mesh.size // math.prod(on_axes)
     # Bytes received: a whole leaf by a gather, one shard of it by a scatter.
-    buckets = GATHERS_FIRST if gathers_first else GATHERS_LAST
+    # If nothing is, updates are gathered, at the end of a step.
+    buckets = GATHERS_FIRST if gathered else GATHERS_LAST
     gather = max(LEAST_BUCKET, total / buckets)
     scatter = max(LEAST_BUCKET, total / SCATTERS) / mesh.size
     if layer and math.prod(on_axes) < MANY_DEVICES:
@@ -88,7 +101,7 @@ def of_leaves(
     return _known(options)
 
 
-def _known(options: dict[str, Any]) -> dict[str, Any]:
+def _known(options: Options) -> Options:
     """Those that XLA knows. Asking it, with a small program, takes 0.1 seconds."""
     ask, known = jax.jit(lambda: jnp.zeros(())), dict(options)
     for _ in options:

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
+from benchmarks.schedule.hlo import Module
 from benchmarks.schedule.jaxpr import collectives
 from tests.mesh import case, losses
 from tests.mesh.case import AUTO, EXPLICIT, mesh_of
@@ -238,4 +240,30 @@ def test_a_step_takes_parameters_that_are_sharded_otherwise():
         placed = jax.device_put(params, jax.sharding.NamedSharding(mesh, spec))
         new, _, _ = step(placed, tx.init(placed), x)
         assert jnp.allclose(jax.device_get(new), expected, atol=1e-6)
-        assert bool(step.gathers(placed, x).specs) == held
+        assert bool(step.gathers(placed, x).layer_specs) == held
+
+
+def test_a_layer_is_not_gathered_over_the_axes_of_tensor_parallelism():
+    """XLA would gather it over "tp" first: 12 times the bytes for llama-7b on 256."""
+    mesh = mesh_of(4, 2, names=("data", "tp"))
+    specs = {"up": P(None, "data", "tp"), "down": P(None, "tp", "data")}
+    shapes = {"up": (3, 64, 256), "down": (3, 256, 64)}
+    how = {"axis": "data", "local_batch": True}
+    how["shardings"] = {k: NamedSharding(mesh, spec) for k, spec in specs.items()}
+
+    def loss(layers, x):
+        block = lambda x, w: (jnp.tanh(x @ w["up"]) @ w["down"], None)  # noqa: E731
+        return jnp.sum(jm.scan_layers(block, x, layers, **how)[0])
+
+    layers = {
+        k: jax.ShapeDtypeStruct(shape, "float32", sharding=how["shardings"][k])
+        for k, shape in shapes.items()
+    }
+    x = jax.ShapeDtypeStruct(
+        (4, 64), "float32", sharding=NamedSharding(mesh, P("data"))
+    )
+    text = jax.jit(jax.grad(loss)).lower(layers, x).compile().as_text()
+    gathers = [t for t in Module.parse(text).transfers() if t.kind == "all-gather"]
+    shards = 2 * 64 * 256 * 4 / 8  # bytes of one layer on a device
+    assert gathers
+    assert all(t.devices == 4 and t.input_bytes <= shards for t in gathers)

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from jax_muon.mesh import xla_options
+from jax_muon.mesh.layout import Placed
 from jax_muon.mesh.xla_options import _known
 
 FIELDS = ("platform", "id", "process_index", "device_kind")  # that a mesh asks for
@@ -34,8 +36,9 @@ def bfloat16(*shape):
     return jax.ShapeDtypeStruct(shape, "bfloat16")
 
 
-def options(leaves, mesh, axes=("a",), by=""):
-    return xla_options.of_leaves(mesh, axes, leaves, len(leaves) * [by])
+def options(leaves, mesh, axes=("a",), by="", spec=("a",)):
+    placed = Placed(mesh, [], [P(*spec)] * len(leaves), [], [])
+    return xla_options.choose(placed, leaves, len(leaves) * [by], axes)
 
 
 def test_options_by_bytes_and_platform():
@@ -44,7 +47,7 @@ def test_options_by_bytes_and_platform():
     leaves = [bfloat16(64, 8_000_000)]
     rows = [
         (leaves, mesh_of(8), {}, [size / 64, size / 32 / 8]),
-        (leaves, mesh_of(8), {"by": None}, [size / 16, size / 32 / 8]),
+        (leaves, mesh_of(8), {"spec": ()}, [size / 16, size / 32 / 8]),
         # Over two of 16 devices each holds one half.
         (leaves, mesh_of(8, 2), {}, [size / 64 / 2, size / 32 / 16]),
         ([bfloat16(16)], mesh_of(8), {}, [4_000_000, 500_000]),
@@ -106,10 +109,10 @@ def test_options_of_an_optimizer_and_of_a_step(scan, monkeypatch):
     on_cpus = jax.make_mesh((8,), ("a",), (jax.sharding.AxisType.Auto,))
     tx = jm.on_mesh(recipe, jm.fsdp(params, on_cpus, matrices))
     seen = []
-    monkeypatch.setattr(xla_options, "of_leaves", lambda *args: seen.append(args) or {})
+    monkeypatch.setattr(xla_options, "choose", lambda *args: seen.append(args) or {})
     assert jm.make_train_step(loss, tx).xla_options(params, None, x) == {}
     by = "scan_layers" if by_scan_layers else ""
-    assert seen[0][3] == ["", by, by]
+    assert seen[0][2] == ["", by, by]
 
 
 def test_options_that_xla_does_not_know_are_left_out():
