@@ -79,6 +79,27 @@ def matrix_sum(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
     return jnp.sum(rows, axis=-2, keepdims=True)
 
 
+# Traced once for all leaves of a shape: 48 leaves (1, 768, 768) have their norms apart.
+@functools.partial(jax.jit, static_argnums=1)
+def squares(x: Float[Array, "*batch m n"], on_cpu: bool) -> Float[Array, "*batch 1 2"]:
+    """The sums of squares of each X and of 2^-80 X.
+
+    For a GPU it is one sum, of complex numbers: XLA computes that in the pass that
+    makes X, but neither of two sums: 14 bytes an element instead of 22.
+    """
+    # Without the barrier XLA writes (x u)^2 of one element as x^2 u^2, infinity times
+    # 0, and every derivative 2 (x u) u as x (2 u^2), which is 0.
+    unit = jax.lax.optimization_barrier(jnp.asarray(small_unit(x.dtype), x.dtype))
+    small = x * unit
+    if on_cpu:
+        both = matrix_sum(x * x), matrix_sum(small * small)
+    else:
+        total = jax.lax.complex(x * x, small * small)
+        sums = jnp.sum(total, axis=(-2, -1), keepdims=True)
+        both = sums.real, sums.imag
+    return jnp.concatenate(both, axis=-1)
+
+
 def polynomial(r: Array, square: Array, diagonal: Array, quintic: Quintic) -> Array:
     """P from R and R R, or from some columns of them: rounded once, to R's dtype.
 
@@ -107,22 +128,8 @@ class Products:
         self.tall, self.on_cpu = tall, on_cpu
 
     def squares(self, x: Float[Array, "*batch _ _"]) -> Float[Array, "*batch 1 2"]:
-        """The sums of squares of each X and of 2^-80 X, for elements of up to 3e38.
-
-        For a GPU it is one sum, of complex numbers: XLA computes that in the pass that
-        makes X, but neither of two sums: 14 bytes an element instead of 22.
-        """
-        # Without the barrier XLA writes (x u)^2 of one element as x^2 u^2, infinity
-        # times 0, and every derivative 2 (x u) u as x (2 u^2), which is 0.
-        unit = jax.lax.optimization_barrier(jnp.asarray(small_unit(x.dtype), x.dtype))
-        small = x * unit
-        if self.on_cpu:
-            both = matrix_sum(x * x), matrix_sum(small * small)
-        else:
-            squares = jax.lax.complex(x * x, small * small)
-            sums = jnp.sum(squares, axis=(-2, -1), keepdims=True)
-            both = sums.real, sums.imag
-        return jnp.concatenate(both, axis=-1)
+        """The sums of squares of each X and of 2^-80 X, for elements of up to 3e38."""
+        return squares(x, self.on_cpu)
 
     def gram(self, x: Float[Array, "*batch _ _"]) -> Float[Array, "*batch m m"]:
         """X X^T, or X^T X: (768, 768) of (768, 3072), and of tall (3072, 768)."""

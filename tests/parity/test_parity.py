@@ -105,7 +105,7 @@ def test_a_wrong_constant_or_axis_turns_red(monkeypatch):
     assert is_red("muon", momentum=0.94)
     assert is_red("nanochat, January", beta2=0.94)
     per_output = partial(jm.scale_by_normuon, axis="output")
-    monkeypatch.setattr("jax_muon.recipes.scale_by_normuon", per_output)
+    monkeypatch.setattr("jax_muon.transforms.scaling.scale_by_normuon", per_output)
     assert is_red("nanochat, January")
 
 
