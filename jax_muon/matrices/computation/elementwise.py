@@ -5,7 +5,6 @@ Where they meet data they are used: `x + bias`, `x * scale`. Behind a mask or a 
 all their elements they stay matrices as well, as in `x @ (w * mask)`.
 """
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -48,24 +47,11 @@ class Operation:
     eqn: JaxprEqn
     name: str  # JAX's; or "mul" for a product that contracts no axis
     values: Sequence[Value]  # without the axes along which their elements are repeated
+    made: Sequence[Value]  # those made of leaves
+    active: Sequence[Value]  # those that are activations
     shapes: Sequence[Shape]
     shape: Shape  # of the result
-
-    @functools.cached_property
-    def fits(self) -> bool:
-        """False for an operation without a rule that mixes elements, such as an FFT."""
-        are_fitting = all(_fits(x, self.shape) for x in self.shapes)
-        return are_fitting and self.name not in _HIDING
-
-    @functools.cached_property
-    def made(self) -> list[Value]:
-        """The operands that are made of leaves."""
-        return [x for x in self.values if x.leaves]
-
-    @functools.cached_property
-    def active(self) -> list[Value]:
-        """The operands that are activations."""
-        return [x for x in self.values if x.data and not x.leaves and not x.noise]
+    fits: bool  # or else it mixes elements and has no rule, as an FFT
 
     @property
     def exponent(self) -> float | None:
@@ -112,28 +98,35 @@ def elementwise(
         return cases[0]  # whatever chooses, as `vmap` does for the branches of a cond
     if name in SUMS and any(x.leaves and x.has_all(shape) for x in values):
         values = [Value() if x.is_gradient else x for x in values]  # a step in the loss
-    repeated = [_repeated(*x, shape) for x in zip(values, shapes, strict=True)]
-    op = Operation(trace, eqn, name, repeated, shapes, shape)
+    values = [_repeated(*x, shape) for x in zip(values, shapes, strict=True)]
+    made = [x for x in values if x.leaves]
+    active = [x for x in values if x.data and not x.leaves and not x.noise]
+    fits = all(_fits(x, shape) for x in shapes) and name not in _HIDING
+    op = Operation(trace, eqn, name, values, made, active, shapes, shape, fits)
     result = _described(op, joined(values))
-    for value in op.made:
-        if not value.data and (op.is_function or _is_added(op, value)):
-            trace.note_input(value, eqn)
     if name == "mul":
         _note_gates(op, result)
-    for i in range(len(values)):
-        result.choice -= trace.routes(op.values[i], _weighed(op, i))
-    _note_scales_of_its_own_leaf(op)
-    used = _used_up(op)
-    for value in used:
-        trace.use(value, "elementwise", eqn)
-    left = [x for x in op.made if all(x is not y for y in used)]
-    if op.active or not op.fits:
-        left = _beside_data(op, left, result)
-    for value in left:
+    for i, value in enumerate(values):
+        if value.choice:
+            result.choice -= trace.routes(value, _weighed(op, i))
+    for value in _followed(op, result) if made else ():
         result = result.with_leaves(value, len(shape))
     if name == "select_n" and not (values[0].data or values[0].leaves):
         return result.moved(lambda parts: _diagonal(parts, shape))
     return result
+
+
+def _followed(op: Operation, result: Value) -> Sequence[Value]:
+    """Use and note leaves; the values whose leaves the result is made of as well."""
+    for value in op.made:
+        if not value.data and (op.is_function or _is_added(op, value)):
+            op.trace.note_input(value, op.eqn)
+    _note_scales_of_its_own_leaf(op)
+    used = _used_up(op)
+    for value in used:
+        op.trace.use(value, "elementwise", op.eqn)
+    left = [x for x in op.made if all(x is not y for y in used)]
+    return _beside_data(op, left, result) if op.active or not op.fits else left
 
 
 def _fits(shape: Shape, other: Shape) -> bool:
