@@ -3,11 +3,13 @@
 import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, Var
+from jaxtyping import Array, PyTree
 
 from jax_muon.base import jaxprs, trees
 from jax_muon.matrices.computation import (  # noqa: F401, they register rules
@@ -21,9 +23,14 @@ from jax_muon.matrices.computation.trace import Trace
 from jax_muon.matrices.computation.values import AxisPart, Value
 from jax_muon.matrices.matrices import MUON, Parameter
 
+Shaped: TypeAlias = Array | jax.ShapeDtypeStruct
+
 
 def read_uses(
-    function: Callable[..., Any], params: Any, *args: Any, splits: Collection[str] = ()
+    function: Callable[..., PyTree],
+    params: PyTree,
+    *args: PyTree,
+    splits: Collection[str] = (),
 ) -> list[Parameter]:
     """How `function(params, *args)`, of arrays or shapes, uses each parameter.
 
@@ -53,20 +60,21 @@ def read_uses(
 
 
 def follow(
-    jaxpr: Jaxpr, constants: Sequence[Any], shapes: dict[str, tuple[int, ...]]
+    jaxpr: Jaxpr, constants: Sequence[Array], shapes: dict[str, tuple[int, ...]]
 ) -> Trace:
     """The uses of every parameter in a function, whose last inputs are `constants`."""
-    given: list[Any] = jaxpr.invars[len(shapes) :]
+    given = jaxpr.invars[len(shapes) :]
+    avals = [cast(ShapedArray, v.aval) for v in given]
     is_key = [_is_key(v, jaxpr) for v in given]
     count = len(given) - len(constants)
     # Without arrays among its arguments, a function closes over its data.
-    pairs = zip(given[:count], is_key, strict=False)
-    is_alone = not any(v.aval.ndim and not key for v, key in pairs)
+    pairs = zip(avals[:count], is_key, strict=False)
+    is_alone = not any(aval.ndim and not key for aval, key in pairs)
     values = [_of_leaf(path, shape) for path, shape in shapes.items()]
-    for i, (v, key) in enumerate(zip(given, is_key, strict=True)):
+    for i, (aval, key) in enumerate(zip(avals, is_key, strict=True)):
         is_data = (is_alone or i < count) and not key
         known = () if is_data or i < count else constants[i - count : i - count + 1]
-        values.append(_given(v.aval, is_data, *known))
+        values.append(_given(aval, is_data, *known))
     inputs: dict[str, str] = {}
     while True:  # until no further leaf turns out to be like data
         trace, before = Trace(shapes, inputs), len(inputs)
@@ -76,8 +84,8 @@ def follow(
 
 
 def _traced(
-    function: Callable[..., Any], params: Any, args: tuple[Any, ...]
-) -> list[tuple[Jaxpr, Sequence[Any]]]:
+    function: Callable[..., PyTree], params: PyTree, args: tuple[PyTree, ...]
+) -> list[tuple[Jaxpr, Sequence[Array]]]:
     """The operations of a function, of three samples where its arguments have one.
 
     With one sample, e[ids] (1, 24) + positions (1, 24) looks the same whether the
@@ -87,7 +95,7 @@ def _traced(
     leaves, tree = jax.tree.flatten(params)
     arrays = [x if hasattr(x, "shape") else None for x in leaves]
 
-    def loss(arrays: list[Any], *args: Any) -> Any:
+    def loss(arrays: list[Array | None], *args: PyTree) -> PyTree:
         pairs = zip(leaves, arrays, strict=True)
         whole = jax.tree.unflatten(tree, [x if a is None else a for x, a in pairs])
         return _loss(function(whole, *args))
@@ -102,29 +110,29 @@ def _traced(
     return [traced]
 
 
-def _wider(args: tuple[Any, ...], axes: slice) -> tuple[Any, ...]:
+def _wider(args: tuple[PyTree, ...], axes: slice) -> tuple[PyTree, ...]:
     """The arguments with a size of three for one, or () if no size is one."""
 
-    def wider(x: Any) -> Any:
+    def wider(x: Shaped) -> Shaped:
         if not has_one(x):
             return x
         shape = [*x.shape]
         shape[axes] = [3 if n == 1 else n for n in shape[axes]]
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
-    def has_one(x: Any) -> bool:
+    def has_one(x: Shaped) -> bool:
         return 1 in getattr(x, "shape", ())[axes]
 
     is_any = any(map(has_one, jax.tree.leaves(args)))
     return jax.tree.map(wider, args) if is_any else ()
 
 
-def _arrays(params: Any) -> list[tuple[str, Any]]:
+def _arrays(params: PyTree) -> list[tuple[str, Shaped]]:
     """The arrays of a tree, which may also have functions and numbers, by path."""
     return [x for x in trees.leaves_with_paths(params) if hasattr(x[1], "shape")]
 
 
-def _loss(result: Any) -> Any:
+def _loss(result: PyTree) -> PyTree:
     """The loss alone, if a function returns it with something else beside it."""
     if not isinstance(result, tuple) or len(result) < 2:
         return result
@@ -138,16 +146,17 @@ def _of_leaf(path: str, shape: tuple[int, ...]) -> Value:
     return Value(leaves={path: parts})
 
 
-def _is_key(v: Any, jaxpr: Jaxpr) -> bool:
+def _is_key(v: Var, jaxpr: Jaxpr) -> bool:
     """Whether an input is a random key: also an old one, of two uint32."""
-    if jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key):
+    aval = cast(ShapedArray, v.aval)
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return True
-    is_old = v.aval.dtype == jnp.uint32 and v.aval.shape[-1:] == (2,)
+    is_old = aval.dtype == jnp.uint32 and aval.shape[-1:] == (2,)
     (uses,) = jaxprs.uses_of_layers(jaxpr, [v]) if is_old else [[]]
     return any(use.operation == "random_wrap" for use in uses)
 
 
-def _given(aval: Any, is_data: bool, *numbers: Any) -> Value:
+def _given(aval: ShapedArray, is_data: bool, *numbers: Array) -> Value:
     is_float = jnp.issubdtype(aval.dtype, jnp.inexact) or aval.dtype.itemsize == 1
     given_floats = aval.ndim > 0 and bool(is_float)  # eight bits: a quantized matrix
     value = Value(data=is_data, given_floats=given_floats)

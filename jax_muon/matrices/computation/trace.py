@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.typing import ArrayLike
 
 from jax_muon.base import jaxprs
 from jax_muon.base.jaxprs import shape_of
@@ -77,7 +78,7 @@ class Trace:
         self.scanned: dict[str, set[int]] = collections.defaultdict(set)
         self.scans: dict[str, str] = {}
         self.taken: set[Use] = set()
-        self._numbers: dict[Any, tuple[int, str]] = {}
+        self._numbers: dict[tuple[object, ...], tuple[int, str]] = {}
         self._calls: tuple[JaxprEqn, ...] = ()  # the operations around this one
 
     def run(self, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
@@ -86,7 +87,7 @@ class Trace:
         known = dict.fromkeys(jaxpr.constvars, Value())
         known |= zip(jaxpr.invars, values, strict=True)
 
-        def read(v: Any) -> Value:
+        def read(v: jaxprs.Operand) -> Value:
             if isinstance(v, Literal):
                 return Value(
                     numbers=lambda: np.asarray(v.val, getattr(v.aval, "dtype", None))
@@ -324,11 +325,11 @@ class Trace:
 _MOST = 1 << 24  # elements of a constant whose numbers are computed: 64 MiB
 
 
-def _numbers(eqn: JaxprEqn, values: Sequence[Value], i: int) -> Callable[[], Any]:
+def _numbers(eqn: JaxprEqn, values: Sequence[Value], i: int) -> Callable[[], ArrayLike]:
     """The numbers of an operation's result i, which are computed if they are asked."""
 
     @functools.cache
-    def numbers() -> Any:
+    def numbers() -> ArrayLike:
         operands = [x.numbers() for x in values if x.numbers]
         with jax.ensure_compile_time_eval():
             result = eqn.primitive.bind(*operands, **eqn.params)

@@ -9,10 +9,11 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn
+from jax.typing import ArrayLike
 
 
 class AxisPart(NamedTuple):
@@ -61,7 +62,9 @@ def fit(parts: AxisParts, shape: Shape) -> AxisParts:
     return tuple(map(fitted, parts, shape))
 
 
-def between(of_axis: tuple[AxisPart, ...], start: int, size: int) -> Any:
+def between(
+    of_axis: tuple[AxisPart, ...], start: int, size: int
+) -> tuple[AxisPart, ...] | None:
     """The parts of an axis in [start, start + size), or None if they are elsewhere.
 
     Only a concatenation knows where its parts begin.
@@ -224,7 +227,7 @@ class Value:
     softmax: str = ""  # how far it is on the way to one: see `trace.softmax`
     is_exponential: bool = False  # of anything in it
     choice: frozenset[Use] = frozenset()  # among whose outputs a top-k chose it
-    numbers: Callable[[], Any] | None = None  # the numbers of a constant
+    numbers: Callable[[], ArrayLike] | None = None  # the numbers of a constant
     is_gradient: bool = False  # it comes from a product that JAX transposed
     turns: frozenset[int] = frozenset()  # loops in whose turns it differs
     rows: dict[tuple[str, int], int] = field(default_factory=dict)  # loops over axes
@@ -275,8 +278,9 @@ class Value:
         leaves = {}
         for leaf, parts in self.leaves.items():
             inside = [*map(between, parts, starts, sizes)]
-            if None not in inside:
-                leaves[leaf] = tuple(inside)
+            there = tuple(x for x in inside if x is not None)
+            if len(there) == len(inside):
+                leaves[leaf] = there
         sides = {leaf: x for leaf, x in self.sides.items() if leaf in leaves}
         picked = self.picked & leaves.keys()
         return replace(self, leaves=leaves, sides=sides, picked=picked)
