@@ -518,7 +518,8 @@ def _fused(leaf: Leaf) -> Answer | None:
         found.sides[use].get(axis) == {OUT}
         for use in products
         if "multiplied" in found.marks[use]
-        for axis in found.slices[use]
+        for axis, slices in found.slices[use].items()
+        if len(slices) > 1  # not x[:, :12], which a gate of the next layer takes
     ]
     if len(roles) > 1 or roles == {"fused"} or (any(parts) and not roles):
         return MUON, "fused", leaf.first, leaf.axes
