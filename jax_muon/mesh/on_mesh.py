@@ -193,11 +193,7 @@ class MeshOptimizer:
             return self._jitted[method](*args, **extra_args)
 
     def _update(
-        self,
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None,
-        **extra_args: Any,
+        self, updates: PyTree, state: PyTree, params: PyTree, **extra_args: Any
     ) -> Updated:
         placed = self.layout.place(updates if params is None else params)
         return self.update_on(placed, updates, state, params, **extra_args)
@@ -205,10 +201,10 @@ class MeshOptimizer:
     def update_on(
         self,
         placed: Placed,
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None,
-        **extra_args: Any,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree,
+        **extra: Any,
     ) -> Updated:
         """As `update`, inside jit, with parameters where `placed` says."""
         like = updates if params is None else params
@@ -222,8 +218,8 @@ class MeshOptimizer:
         with self._explicit_axes(placed.mesh):
             specs = [*placed.state_specs, *typed, *again]
             resharded = _reshard(on_devices((updates, state, params)), specs)
-            extra_args = array_types.replicated(extra_args)
-            updates, state = self.tx.update(*resharded, **extra_args)
+            extra = array_types.replicated(extra)
+            updates, state = self.tx.update(*resharded, **extra)
             updates = _reshard(updates, placed.param_specs, self.gather_dtype)
             state = _reshard(state, typed)
         return _on_users_axes((updates, state), placed.mesh, kinds)
@@ -233,9 +229,7 @@ class MeshOptimizer:
         params = checks.as_arrays("params", params)
         placed = self.layout.place(params)
 
-        def at(
-            x: Shaped, spec: PartitionSpec, kind: str | None = None
-        ) -> jax.ShapeDtypeStruct:
+        def at(x: Shaped, spec: PartitionSpec, kind: str | None = None) -> Shaped:
             sharding = spelled(placed.mesh, spec, kind)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
@@ -272,9 +266,7 @@ class MeshOptimizer:
                 raise
 
 
-def typed(
-    params: optax.Params, placed: Placed, specs: Sequence[PartitionSpec]
-) -> optax.Params:
+def typed(params: PyTree, placed: Placed, specs: Sequence[PartitionSpec]) -> PyTree:
     """Shapes of parameters, with specs in their types."""
     leaves, treedef = jax.tree.flatten(params)
     mesh = _explicit_mesh(placed.mesh)
@@ -285,12 +277,10 @@ def typed(
     return jax.tree.unflatten(treedef, shapes)
 
 
-def typed_state(
-    tx: optax.GradientTransformation, params: optax.Params, placed: Placed
-) -> optax.OptState:
+def typed_state(tx: optax.GradientTransformation, params: PyTree, on: Placed) -> PyTree:
     """Types of the state of any transform, one around `on_mesh` say, on its mesh."""
-    with jax.sharding.use_abstract_mesh(_explicit_mesh(placed.mesh)):
-        return jax.eval_shape(tx.init, typed(params, placed, placed.param_specs))
+    with jax.sharding.use_abstract_mesh(_explicit_mesh(on.mesh)):
+        return jax.eval_shape(tx.init, typed(params, on, on.param_specs))
 
 
 def _check_types(mesh: Mesh | AbstractMesh) -> None:

@@ -41,6 +41,7 @@ from jax_muon.mesh.layout import MIN_SIZE, Layout, Shaped, Where
 
 Function = Callable[..., PyTree]
 Meshes = Mesh | AbstractMesh
+Spec = PartitionSpec
 # Of a leaf of one layer: how it is sharded, and its gradient, and its dtype.
 Leaf = tuple[PartitionSpec, PartitionSpec, np.dtype]
 
@@ -138,9 +139,7 @@ def scan_layers(
     gather, *scatters = map(of_all, exchange(mesh, names, leaves, comm))
     whose = "a first axis of samples, which the devices divide, or local_batch=False"
 
-    def on_device(
-        carry: PyTree[Array], shards: list[Array], divided: list[Array]
-    ) -> PyTree[Array]:
+    def on_device(carry: PyTree, shards: list[Array], divided: list[Array]) -> PyTree:
         first = jax.eval_shape(lambda x: gather([y[0] for y in x]), shards)
         trace = jax.make_jaxpr(block, return_shape=True)
         closed, results = trace(carry, treedef.unflatten(first))
@@ -149,9 +148,7 @@ def scan_layers(
             checks.check_samples(name, results[1], 1, whose)
 
         # What the block closes over becomes an argument, so that it gets a gradient.
-        def run(
-            consts: list[Array], carry: PyTree[Array], layer: list[Array]
-        ) -> PyTree[Array]:
+        def run(consts: list[Array], carry: PyTree, layer: list[Array]) -> PyTree:
             function = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))
             flat = function(*jax.tree.leaves((carry, layer)))
             return jax.tree.unflatten(jax.tree.structure(results), flat)
@@ -181,7 +178,7 @@ def scan_layers(
 
 def _plain_scan(
     block: Function, carry: PyTree, layers: PyTree
-) -> tuple[PyTree[Array], PyTree[Array]]:
+) -> tuple[PyTree, PyTree]:
     with jax.named_scope(jaxprs.SCAN_LAYERS):  # which `find_matrices` looks for
         return jax.lax.scan(block, carry, layers)
 
@@ -232,25 +229,21 @@ def _collectives(
     """
     comm = step or Communicator(mesh, names)
 
-    def gather(x: Array, spec: PartitionSpec, *_: object) -> Array:
+    def gather(x: Array, spec: Spec, *_: object) -> Array:
         return _beside(names, spec, functools.partial(comm.gather, spec=spec))(x)
 
-    def others(spec: PartitionSpec, grad_spec: PartitionSpec) -> tuple[str, ...]:
+    def others(spec: Spec, grad_spec: Spec) -> tuple[str, ...]:
         axes = comm.axes if step and any(spec) else spec_names(only(grad_spec, names))
         return tuple(name for name in axes if name not in spec_names(spec))
 
-    def over_shards(
-        g: Array, spec: PartitionSpec, grad_spec: PartitionSpec, dtype: np.dtype
-    ) -> Array:
+    def over_shards(g: Array, spec: Spec, grad_spec: Spec, dtype: np.dtype) -> Array:
         if step and any(spec):  # before the sum: eight of 9000 overflow float16
             g = wide(g) / mesh.size
         axes = spec_names(only(spec, names))
         scatter = functools.partial(comm.scatter, spec=spec, dtype=dtype, axes=axes)
         return _beside(names, grad_spec, scatter)(g)
 
-    def over_replicas(
-        g: Array, spec: PartitionSpec, grad_spec: PartitionSpec, dtype: np.dtype
-    ) -> Array:
+    def over_replicas(g: Array, spec: Spec, grad_spec: Spec, dtype: np.dtype) -> Array:
         spec, axes = grad_spec, others(spec, grad_spec)
         scatter = functools.partial(comm.scatter, spec=spec, dtype=dtype, axes=axes)
         return _beside(names, spec, scatter)(g)
@@ -290,12 +283,10 @@ def _constraints(
     place = jax.reshard if explicit else jax.lax.with_sharding_constraint
     rest = {*mesh.axis_names} - {*names}
 
-    def gather(x: Array, spec: PartitionSpec, *_: object) -> Array:
+    def gather(x: Array, spec: Spec, *_: object) -> Array:
         return place(x, NamedSharding(on, only(spec, rest))) if any(spec) else x
 
-    def scatter(
-        g: Array, spec: PartitionSpec, grad_spec: PartitionSpec, *_: object
-    ) -> Array:
+    def scatter(g: Array, spec: Spec, grad_spec: Spec, *_: object) -> Array:
         return place(g, NamedSharding(on, grad_spec)) if any(spec) else g
 
     return gather, scatter
@@ -341,9 +332,7 @@ def _scan(
         saved, last, (consts, _, shards, divided) = residuals
         d_carry, d_ys = _reals(cotangents)
 
-        def put(
-            d_shards: list[Array | None], d_layer: list[Array | None], i: ArrayLike
-        ) -> PyTree[Array]:
+        def put(d_shards: list[Array], d_layer: list[Array], i: ArrayLike) -> PyTree:
             into = jax.lax.dynamic_update_index_in_dim
             return jax.tree.map(
                 lambda x, d: into(x, d.astype(x.dtype), i, 0), d_shards, d_layer

@@ -34,7 +34,7 @@ from jax_muon.base.specs import dividing, spelled
 from jax_muon.mesh import xla_options
 from jax_muon.mesh.communicator import Communicator, Scans
 from jax_muon.mesh.layout import Placed
-from jax_muon.mesh.on_mesh import OnMesh, on_devices
+from jax_muon.mesh.on_mesh import OnMesh, Updated, on_devices
 
 Step = tuple[optax.Params, optax.OptState, dict[str, PyTree]]  # the last: metrics
 
@@ -110,6 +110,8 @@ IN_ON_MESH = (
 )
 _traces = itertools.count()
 
+Flat = list[Array]  # parameters of a step, or gradients, in order
+
 
 @dataclasses.dataclass(frozen=True)
 class Gathers:
@@ -158,25 +160,20 @@ class TrainStep:
     _jitted: jax.stages.Wrapped | None = None
     _known: dict[Hashable, Gathers] = dataclasses.field(default_factory=dict)
 
-    def init(self, params: optax.Params) -> tuple[optax.Params, optax.OptState]:
+    def init(self, params: optax.Params) -> Updated:
         """The parameters, and the optimizer's state, in their shardings."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract(params))
         placed = jax.device_put(params, shardings[0])
         # A copy, since the first step donates its arguments: device_put may alias.
         copy = jax.jit(lambda *x: jax.tree.map(jnp.copy, x), out_shardings=shardings)
-        both = copy(placed, self.tx.init(placed))
-        return cast(tuple[optax.Params, optax.OptState], both)
+        return cast(Updated, copy(placed, self.tx.init(placed)))
 
     def abstract(self, params: optax.Params) -> tuple[optax.Params, optax.OptState]:
         """Shapes and shardings of parameters and state, to restore them into."""
         return self.tx.optimizer.abstract(params)
 
     def __call__(
-        self,
-        params: optax.Params,
-        state: optax.OptState,
-        batch: PyTree[ArrayLike],
-        *others: PyTree[ArrayLike],
+        self, params: PyTree, state: PyTree, batch: PyTree, *others: PyTree
     ) -> Step:
         """One step; see the class."""
         _check_alive(params, state)
@@ -383,10 +380,10 @@ class TrainStep:
         self,
         gathers: Gathers,
         treedef: PyTreeDef,
-        shards: list[Array],
-        batch: PyTree[Array],
-        others: PyTree[Array],
-    ) -> tuple[list[Array], dict[str, Array], dict[str, PyTree[Array]]]:
+        shards: Flat,
+        batch: PyTree,
+        others: PyTree,
+    ) -> tuple[Flat, dict[str, Array], dict[str, PyTree]]:
         """This device's shard of the mean gradient; maxima; metrics."""
         comm, numbers = self._communicator(gathers.placed), gathers.numbers
         whole = [
@@ -398,7 +395,7 @@ class TrainStep:
         count, parts = self._microbatches, self._parts(batch)
         first = jax.tree.map(lambda x: x[0], parts)
 
-        def loss(params: list[Array], part: PyTree[Array]) -> "_Outputs":
+        def loss(params: Flat, part: PyTree) -> "_Outputs":
             return self._loss(treedef.unflatten(params), part, *others)
 
         if gathers.layer_specs:
@@ -420,11 +417,9 @@ class TrainStep:
         # A batch in which nothing counts has no gradient.
         value, grads = _times(sums, jnp.where(total == 0, 0, 1 / total))
 
-        def scatter(
-            g: Array, x: Array, spec: PartitionSpec, number: str | None
-        ) -> Array:
+        def scatter(g: Array, x: Array, spec: PartitionSpec, by: str | None) -> Array:
             kind = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else g.dtype
-            if number is None:
+            if by is None:
                 g = comm.scatter(g / comm.mesh.size, spec, kind, comm.axes)
             return g.astype(x.dtype)
 
@@ -441,12 +436,12 @@ class TrainStep:
 
     def _microbatch(
         self,
-        loss: Callable[[list[Array], PyTree[Array]], "_Outputs"],
+        loss: Callable[[Flat, PyTree], "_Outputs"],
         comm: Communicator,
         numbers: list[str | None],
-        params: list[Array],
-        part: PyTree[Array],
-    ) -> tuple[PyTree[Array], dict[str, Array]]:
+        params: Flat,
+        part: PyTree,
+    ) -> tuple[PyTree, dict[str, Array]]:
         """One microbatch: its weight, this device's part of its mean times that weight.
 
         These parts are not divided by the number of devices yet.
@@ -491,9 +486,9 @@ def _outputs(
     has_aux: bool,
     max_aux: Sequence[str],
     weighted: bool,
-    params: PyTree[Array],
-    batch: PyTree[Array],
-    *others: PyTree[Array],
+    params: PyTree,
+    batch: PyTree,
+    *others: PyTree,
 ) -> _Outputs:
     """The results of a loss function, in one form; see `make_train_step`."""
     # Rebuilt, since a variable of NNX can change only in the trace that made it.
