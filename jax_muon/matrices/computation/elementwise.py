@@ -165,6 +165,8 @@ def _described(op: Operation, result: Value) -> Value:
     if len(op.values) > 1 or name != "convert_element_type":
         for use in [x for x in result.outputs if x.kind == "elementwise"]:
             del result.results[use]  # a product only if it is summed at once
+    if name in SUMS and result.noise and made and not any(x.data for x in made):
+        result.data = False  # noise added to leaves does not make them data
     result.noise &= name == "mul" or not made
     if name == "eq":  # ids[:, None] == arange(96)
         result.one_hot = sum(x.data for x in op.values) == 1
