@@ -220,6 +220,30 @@ def positive(x):
     return jnp.broadcast_to((x[0] > 0)[:, None], (6, 8)).astype(x.dtype)
 
 
+def straight_through(p, x):
+    """The choice of an argmax, whose gradient is that of the softmax."""
+    z = jax.nn.softmax(x @ p["w"])
+    hard = jax.nn.one_hot(jnp.argmax(z, -1), 8)
+    return jnp.sum(jnp.tanh((hard + z - lax.stop_gradient(z)) @ p["out"]) @ p["end"])
+
+
+def projected(p, ids, change=lambda w: w):
+    """Positions that a matrix projects."""
+    x = p["emb"][ids] + change(p["pos"]) @ p["project"]
+    return jnp.sum(jnp.tanh(x @ p["w"]) @ p["out"])
+
+
+def with_noise(w):
+    return w + 0 * jax.random.normal(jax.random.key(0), w.shape)
+
+
+def of_codes(p, y, codes=lambda p: jnp.tanh(p["codes"] @ p["f"])):
+    """Waves on a constant grid, modulated."""
+    grid = np.ones((5, 6), np.float32)
+    x = jnp.sin(grid @ p["w"]) * codes(p)
+    return jnp.mean((jnp.tanh(x @ p["v"]) @ p["out"] - y) ** 2)
+
+
 def in_groups(p, x):
     y = lax.ragged_dot(x, p["w"], jnp.array([2, 1, 0, 2]))
     return jnp.sum(jnp.tanh(y) @ p["out"])
@@ -271,6 +295,18 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         in_groups,
         [X],
         with_gradient(in_groups),
+    ),
+    "a gradient of a choice": (
+        {"w": floats(6, 8), "out": floats(8, 3), "end": floats(3, 2)},
+        straight_through,
+        [X],
+        with_gradient(straight_through),
+    ),
+    "noise of zero": (
+        {**MODEL, "pos": floats(5, 4), "project": floats(4, 6)},
+        projected,
+        [IDS],
+        functools.partial(projected, change=with_noise),
     ),
     "a step": (NET, net, [X], step(net)),
     "clipped": (
@@ -393,6 +429,14 @@ def test_another_form(name):
 def test_other_sizes(name):
     one, two = OTHERWISE[name]
     assert reading(*one) == reading(*two)
+
+
+def test_waves_beside_functions_of_other_parameters():
+    sizes = {"codes": (5, 7), "f": (7, 8), "w": (6, 8), "v": (8, 9), "out": (9, 3)}
+    params = {name: floats(*shape) for name, shape in sizes.items()}
+    found = jm.find_matrices(params, of_codes, floats(5, 3))
+    labels = {path: x.label for path, x in found.items()}
+    assert labels == dict(codes="adamw", f="muon", out="adamw", v="muon", w="muon")
 
 
 def test_a_list_of_matrices_has_a_head():

@@ -98,6 +98,7 @@ def elementwise(
         return cases[0]  # whatever chooses, as `vmap` does for the branches of a cond
     if name in SUMS and any(x.leaves and x.has_all(shape) for x in values):
         values = [Value() if x.is_gradient else x for x in values]  # a step in the loss
+    values = _with_grids_as_data(trace, eqn, values)
     values = [_repeated(*x, shape) for x in zip(values, shapes, strict=True)]
     made = [x for x in values if x.leaves]
     active = [x for x in values if x.data and not x.leaves and not x.noise]
@@ -113,6 +114,25 @@ def elementwise(
         result = result.with_leaves(value, len(shape))
     if name == "select_n" and not (values[0].data or values[0].leaves):
         return result.moved(lambda parts: _diagonal(parts, shape))
+    return result
+
+
+def _with_grids_as_data(
+    trace: Trace, eqn: JaxprEqn, values: list[Value]
+) -> list[Value]:
+    """Operands where sin(grid @ w), of a constant grid, is data beside tanh(h @ v).
+
+    It is data beside other data, and beside a value of other leaves.
+    """
+    result = values
+    for i, value in enumerate(values):
+        is_function = value.activated and value.constant and not value.data
+        others = [x for x in values if x is not value]
+        if is_function and any(
+            (x.data and not x.noise) or (x.leaves and not {*x.leaves} & {*value.leaves})
+            for x in others
+        ):
+            result = [*result[:i], trace.given(value, eqn), *result[i + 1 :]]
     return result
 
 
