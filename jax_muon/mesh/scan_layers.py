@@ -65,7 +65,8 @@ def scan_layers(
     Args:
       block: `block(carry, layer)` returns the next carry and an output, as for a scan.
       carry: the carry of the first layer.
-      layers: a tree of arrays (layers, ...): weights, and others such as keys.
+      layers: a tree of arrays (layers, ...): weights, and others that do not depend on
+        the sample. Keys of samples belong into `carry`.
       shardings: of `layers`, as `where` of `on_mesh`, such as `fsdp` returns. None: as
         types show on Explicit axes; on others it is `jax.lax.scan`.
       axis: mesh axes over which layers are gathered, and which divide the batch; None
@@ -73,10 +74,10 @@ def scan_layers(
       local_batch: run `block` under shard_map on each device's samples: one collective
         for each layer, which from 64 devices on saves most of the waiting. Axis 0 of
         every array in `carry` and in the outputs must be the batch, which `axis`
-        divides, and samples must not interact: a mask that varies with the sample
-        belongs into `carry`. On Explicit axes `block` uses no other arrays. Inside
-        `make_train_step` and your own shard_map it is always so, and a layer's gradient
-        is summed over the mesh axes that divide the layer, and no others.
+        divides, and samples must not interact. The block may use arrays of samples from
+        `carry` alone: all others arrive whole; on Explicit axes it uses no others.
+        Inside `make_train_step` and your own shard_map it is always so, and a layer's
+        gradient is summed over the mesh axes that divide the layer, and no others.
 
     Returns:
       The last carry, and the stacked outputs.

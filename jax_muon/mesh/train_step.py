@@ -271,6 +271,7 @@ class TrainStep:
           numbers   [None, "0 1"], and a warning of the first
         """
         self._check_batch(placed, batch)
+        _warn_of_keys(others)
         whole = Gathers(placed, [None] * len(placed.paths), {})
         specs = whole.param_specs
         if not any(map(any, specs)):
@@ -475,6 +476,22 @@ class TrainStep:
         count = devices * self._microbatches
         aux = jax.tree.map(lambda x: jnp.asarray(x) / count, aux)
         return (total, _times(means, total), aux), maxima
+
+
+def _warn_of_keys(others: PyTree) -> None:
+    """Warn of random keys that all devices get, each for samples of its own.
+
+    A mask that is drawn from one key has other values on eight devices than on one:
+    each device draws the mask of its samples, and all draw the same.
+    """
+    for path, x in jax.tree.leaves_with_path(others):
+        if jnp.issubdtype(getattr(x, "dtype", int), jax.dtypes.prng_key):
+            warnings.warn(
+                f"others{jax.tree_util.keystr(path)} is a random key, from which every "
+                "device draws the same numbers for its samples; expected one key per "
+                "sample in the batch: jax.random.split(key, samples)",
+                stacklevel=2,
+            )
 
 
 # The loss, and its weight, auxiliary output and maxima: None and {} without such.

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jax_muon.base import array_types, checks, facts, specs, trees
 from jax_muon.base.tables import aligned, shape_text, sizes_text
 from jax_muon.matrices.find import trained
-from jax_muon.matrices.matrices import Parameter
+from jax_muon.matrices.matrices import MUON, Parameter
 from jax_muon.mesh import hardware, plan
 from jax_muon.mesh.on_mesh import typed_state
 from jax_muon.mesh.train_step import TrainStep
@@ -229,6 +229,9 @@ def describe(
 
     def described(parameter: Parameter) -> DescribedParameter:
         path = parameter.path
+        if joined and path not in joined and parameter.label == MUON:
+            # A matrix, which `optax.multi_transform` gives to another transform.
+            parameter = dataclasses.replace(parameter, label="-")
         spec, state_spec = shardings.get(
             trees.nearest_prefix(shardings, path) or "", (None, None)
         )

@@ -503,3 +503,17 @@ def test_max_attention_logits(kind):
             *jax.device_put((q, k), sharding), block_size=5
         )
     np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_a_key_for_all_devices_is_a_warning():
+    """They would draw the same masks for other samples."""
+
+    def loss(params, x, key):
+        keep = jax.random.bernoulli(key, 0.5, x.shape)
+        return jnp.mean(jnp.where(keep, x, 0) @ params["w"])
+
+    tx = jm.on_mesh(optax.sgd(0.1), mesh_of(4))
+    step = jm.make_train_step(loss, tx)
+    args = *step.init({"w": jnp.ones((8, 2))}), jnp.ones((8, 8)), jax.random.key(0)
+    with pytest.warns(UserWarning, match="expected one key per sample in the batch"):
+        step(*args)

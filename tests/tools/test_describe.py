@@ -37,6 +37,20 @@ def test_any_optimizer():
     assert [x.joined for x in joined] == [2, 2, 1, 1]  # q, q, bias, wte
 
 
+def test_a_matrix_of_another_label():
+    """Only what the pieces orthogonalize is labelled "muon"."""
+    params = {"attn": A["a"], "mlp": A["a"]}
+    matrices = jm.find_matrices(params, rules={"*": "muon"})
+    muon = jm.orthogonalize(jm.PolarExpress(), matrices=matrices)
+    labels = {"attn": "rest", "mlp": "mlp"}
+    tx = optax.multi_transform({"mlp": muon, "rest": optax.adamw(1e-3)}, labels)
+    found = {x.parameter.path: x for x in jm.describe(tx, params).parameters}
+    assert {path: x.parameter.label for path, x in found.items()} == {
+        "attn": "-",
+        "mlp": "muon",
+    }
+
+
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_matrices_too_small_for_owners(kind):
     """And state that is too small to be divided."""
