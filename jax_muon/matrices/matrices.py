@@ -218,9 +218,11 @@ class Matrices(Mapping[str, Parameter]):
             raise ValueError(list_doubts([parameter], [*self.values()]))
         if parameter.axes is None or parameter.label == ADAMW:
             raise ValueError(
-                f"parameter {path!r} of shape {parameter.shape} is no matrix, but has "
-                f"the label {parameter.label!r}; expected pieces within "
-                "jax_muon.partition, with an optax transform for that label"
+                f"parameter {path!r} of shape {parameter.shape}, read as "
+                f"{parameter.role!r} with the label {parameter.label!r}, is no matrix, "
+                "but a piece for matrices gets it; expected another label for it in "
+                "optax.multi_transform, or groups= of jax_muon.partition, or "
+                f"rules={{{path!r}: {MUON!r}}} if it is one"
             )
         return parameter.axes
 
@@ -327,8 +329,8 @@ def list_doubts(doubtful: Sequence[Parameter], parameters: Sequence[Parameter]) 
             *lines,
             "}",
             f"{MUON!r} is a matrix (in, out), as in x @ w. MuonDimensionNumbers, from "
-            "optax.contrib, names its axes: (-2, -1) in a stack of them, (-1, -2) if "
-            "they are (out, in).",
+            "optax.contrib, names its axes: (1, 2) in (layers, in, out), (1, (2, 3)) "
+            "in (layers, in, heads, head), ((1, 2), 3) in (layers, heads, head, out).",
         ]
     )
 

@@ -16,8 +16,8 @@ from jax_muon.matrices.matrices import Given, MatrixAxes, reading_of
 # The name of a factor below, or a function of (in, out).
 AdjustLr: TypeAlias = str | Callable[[int, int], float] | None
 
-# Factor of the update, by the size (in, out) of the matrix: the names of
-# torch.optim.Muon, and for the third of dion.
+# Factor of the update, by the size (in, out) of the matrix: the first two names are
+# torch.optim.Muon's, "spectral_norm" is dion's.
 ADJUST_LR: dict[str | None, Callable[[int, int], float]] = {
     None: lambda fan_in, fan_out: 1.0,
     "original": lambda fan_in, fan_out: max(1.0, fan_out / fan_in) ** 0.5,
@@ -185,8 +185,8 @@ def scale_by_shape(
       adjust_lr_fn: "original" is max(1, out/in)^0.5 (Jordan, nanochat),
         "match_rms_adamw" is 0.2 max(in, out)^0.5 (Moonlight, arXiv 2502.16982: the size
         of AdamW's updates), both as in `torch.optim.Muon`; "spectral_norm" is
-        (out/in)^0.5 (dion; TEON, arXiv 2601.23261); None is 1; or a function of
-        (in, out).
+        (out/in)^0.5 (dion; TEON, arXiv 2601.23261), as the spectral condition of muP
+        has it; None is 1; or a function of (in, out).
       matrices: see `orthogonalize`.
 
     Examples:
