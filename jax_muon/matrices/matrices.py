@@ -218,10 +218,10 @@ class Matrices(Mapping[str, Parameter]):
             raise ValueError(list_doubts([parameter], [*self.values()]))
         if parameter.axes is None or parameter.label == ADAMW:
             raise ValueError(
-                f"parameter {path!r} of shape {parameter.shape}, read as "
-                f"{parameter.role!r} with the label {parameter.label!r}, is no matrix, "
-                "but a piece for matrices gets it; expected another label for it in "
-                "optax.multi_transform, or groups= of jax_muon.partition, or "
+                f"parameter {path!r} of shape {parameter.shape} has the label "
+                f"{parameter.label!r}, but a piece for matrices gets it; expected "
+                "another label for it in optax.multi_transform, or pieces within "
+                "jax_muon.partition, with an optax transform for that label, or "
                 f"rules={{{path!r}: {MUON!r}}} if it is one"
             )
         return parameter.axes

@@ -75,7 +75,7 @@ WRONG = {
     "team=0; expected a Python int": lambda: jm.orthogonalize(team=0),
     "params=None; expected the parameters": lambda: jm.find_matrices(None),
     "function=3; expected a function, as in": lambda: jm.find_matrices(PARAMS, 3),
-    "'wte' of shape (5, 4) is no matrix, but has the label": lambda: known(
+    "'wte' of shape (5, 4) has the label 'adamw', but a piece": lambda: known(
         PARAMS, rules={"wte": "adamw", "*": "muon"}
     ).axes("wte"),
     "parts={'q'}; expected names in their order": lambda: jm.Split({"q"}),
