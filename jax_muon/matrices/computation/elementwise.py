@@ -35,7 +35,7 @@ _ACTIVATIONS |= {"expm1", "log1p"}
 _HIDING = {"triangular_solve", "ffi_call"}  # not elementwise if all fits
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Operation:
     """An operation on each element of its operands.
 

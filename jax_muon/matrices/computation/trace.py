@@ -116,9 +116,9 @@ class Trace:
         results = result if isinstance(result, list) else [result] * len(eqn.outvars)
         results = [*map(self._without_taken, results)]
         # Constants of constants, such as eye(24)[order], are known by their numbers.
-        size = max((math.prod(shape_of(v)) for v in eqn.outvars), default=0)
-        are_known = all(x.numbers for x in values) and size <= _MOST
-        are_known &= not any(x.data for x in results)
+        are_known = all(x.numbers for x in values) and not any(x.data for x in results)
+        if are_known:
+            are_known = all(math.prod(shape_of(v)) <= _MOST for v in eqn.outvars)
         results = [
             replace(x, numbers=_numbers(eqn, values, i) if are_known else None)
             if are_known or x.numbers
