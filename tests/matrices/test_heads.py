@@ -8,7 +8,7 @@ from jax import lax
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from tests.programs.parts import floats, integers
+from tests.programs.parts import floats, integers, rms
 
 pytestmark = pytest.mark.usefixtures("as_users_write")
 
@@ -69,10 +69,6 @@ def turned(x):
 def dense_general(x, p):
     q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[n]) for n in "qkv")
     return jnp.einsum("bthk,hkd->btd", attend(turned(q), turned(k), v), p["o"])
-
-
-def rms(x):
-    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
 
 
 def latent(x, p):

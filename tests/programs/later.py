@@ -14,6 +14,7 @@ from tests.programs.parts import (
     EXPERTS,
     HIDDEN,
     LENGTH,
+    SQUARE,
     WIDTH,
     Leaf,
     attend,
@@ -29,7 +30,6 @@ from tests.programs.parts import (
     widths,
 )
 
-SQUARE = Leaf("io", WIDTH, WIDTH)
 FOUR = dict.fromkeys("qkvo", SQUARE)
 
 

@@ -7,10 +7,12 @@ from jax import lax
 
 from tests.programs.parts import (
     BATCH,
+    GAIN,
     HEAD,
     HEADS,
     HIDDEN,
     LENGTH,
+    SQUARE,
     UP_DOWN,
     WIDTH,
     Leaf,
@@ -25,8 +27,6 @@ from tests.programs.parts import (
     widths,
 )
 
-SQUARE = Leaf("io", WIDTH, WIDTH)
-GAIN = Leaf("adamw", WIDTH)
 NORM = {"scale": GAIN, "bias": GAIN}
 
 

@@ -109,6 +109,7 @@ def conv(x, w, groups=1):
     )
 
 
+SQUARE, GAIN = Leaf("io", WIDTH, WIDTH), Leaf("adamw", WIDTH)
 UP_DOWN = {"up": Leaf("io", WIDTH, HIDDEN), "down": Leaf("io", HIDDEN, WIDTH)}
 
 
@@ -155,9 +156,14 @@ def attend(q, k, v, causal=False):
     return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), v)
 
 
+def heads(x, count=HEADS):
+    """The last axis (heads * head) as two."""
+    return x.reshape(*x.shape[:-1], count, -1)
+
+
 def split_heads(x, p):
     """Queries, keys and values (batch, time, heads, head) by matrices (in, out)."""
-    return [(x @ p[n]).reshape(*x.shape[:-1], HEADS, -1) for n in "qkv"]
+    return [heads(x @ p[n]) for n in "qkv"]
 
 
 def per_head(x, p):

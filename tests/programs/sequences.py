@@ -10,11 +10,13 @@ from tests.programs.parts import (
     ATTENTION,
     BATCH,
     EXPERTS,
+    GAIN,
     HEAD,
     HEADS,
     HIDDEN,
     LENGTH,
     PER_HEAD,
+    SQUARE,
     TOKENS,
     UP_DOWN,
     VOCAB,
@@ -23,22 +25,16 @@ from tests.programs.parts import (
     attend,
     between,
     cross_entropy,
+    heads,
     integers,
     program,
     rms,
 )
 
-SQUARE = Leaf("io", WIDTH, WIDTH)
-GAIN = Leaf("adamw", WIDTH)
 STACKS = {
     "up": Leaf("bio", EXPERTS, WIDTH, HIDDEN),
     "down": Leaf("bio", EXPERTS, HIDDEN, WIDTH),
 }
-
-
-def heads(x, count=HEADS):
-    """The last axis (heads * head) as two."""
-    return x.reshape(*x.shape[:-1], count, -1)
 
 
 def rope_complex(x):
