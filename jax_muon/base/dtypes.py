@@ -15,6 +15,11 @@ def wider(dtype: DTypeLike, other: DTypeLike) -> jnp.dtype:
         return jnp.promote_types(dtype, other)
 
 
+def is_key(dtype: DTypeLike) -> bool:
+    """Whether arrays of this dtype are random keys, as of `jax.random.key`."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def wide(x: Array) -> Array:
     """x in at least float32, for sums, means and small differences."""
     return x.astype(wider(x.dtype, jnp.float32))

@@ -29,7 +29,7 @@ from jaxtyping import PyTree
 
 from jax_muon.base import checks, jaxprs, trees
 from jax_muon.base.array_types import is_explicit, setting
-from jax_muon.base.dtypes import wide
+from jax_muon.base.dtypes import is_key, wide
 from jax_muon.base.specs import dividing, spelled
 from jax_muon.mesh import xla_options
 from jax_muon.mesh.communicator import Communicator, Scans
@@ -485,7 +485,7 @@ def _warn_of_keys(others: PyTree) -> None:
     each device draws the mask of its samples, and all draw the same.
     """
     for path, x in jax.tree.leaves_with_path(others):
-        if jnp.issubdtype(getattr(x, "dtype", int), jax.dtypes.prng_key):
+        if is_key(getattr(x, "dtype", int)):
             warnings.warn(
                 f"others{jax.tree_util.keystr(path)} is a random key, from which every "
                 "device draws the same numbers for its samples; expected one key per "

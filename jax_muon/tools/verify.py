@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_muon.base import checks, facts, trees
+from jax_muon.base import checks, dtypes, facts, trees
 from jax_muon.base.tables import aligned
 from jax_muon.mesh.on_mesh import OnMesh
 from jax_muon.mesh.train_step import IN_ON_MESH
@@ -216,7 +216,7 @@ def _compared(
 
 
 def _numbers(x: Any) -> np.ndarray:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if dtypes.is_key(x.dtype):
         x = jax.random.key_data(x)
     return np.asarray(x)
 

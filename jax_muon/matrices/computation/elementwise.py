@@ -126,11 +126,12 @@ def _with_grids_as_data(
     """
     result = values
     for i, value in enumerate(values):
-        is_function = value.activated and value.constant and not value.data
-        others = [x for x in values if x is not value]
-        if is_function and any(
+        if value.data or not value.activated or not value.constant:
+            continue
+        if any(
             (x.data and not x.noise) or (x.leaves and not {*x.leaves} & {*value.leaves})
-            for x in others
+            for x in values
+            if x is not value
         ):
             result = [*result[:i], trace.given(value, eqn), *result[i + 1 :]]
     return result

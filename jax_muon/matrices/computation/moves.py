@@ -137,8 +137,8 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     kept = [a for a in range(len(old)) if a not in gone]
     source = dict(zip(numbers.offset_dims, kept, strict=True))
     rows = [a for a in range(len(new)) if a not in source]
-    part = cut(trace, value, old, eqn.params["slice_sizes"])
     if index.data or not (along := _rows(eqn, index, rows)):
+        part = cut(trace, value, old, eqn.params["slice_sizes"])
         return pick(trace, eqn, part.moved(lambda x: placed(x, source, new)), index)
 
     def taken(parts: AxisParts) -> AxisParts:  # a constant index rearranges axes

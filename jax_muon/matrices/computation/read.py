@@ -11,7 +11,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, Var
 from jaxtyping import Array, PyTree
 
-from jax_muon.base import jaxprs, trees
+from jax_muon.base import dtypes, jaxprs, trees
 from jax_muon.matrices.computation import (  # noqa: F401, they register rules
     contractions,
     decide,
@@ -149,7 +149,7 @@ def _of_leaf(path: str, shape: tuple[int, ...]) -> Value:
 def _is_key(v: Var, jaxpr: Jaxpr) -> bool:
     """Whether an input is a random key: also an old one, of two uint32."""
     aval = cast(ShapedArray, v.aval)
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if dtypes.is_key(aval.dtype):
         return True
     is_old = aval.dtype == jnp.uint32 and aval.shape[-1:] == (2,)
     (uses,) = jaxprs.uses_of_layers(jaxpr, [v]) if is_old else [[]]
