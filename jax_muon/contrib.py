@@ -155,7 +155,9 @@ def muon(
                 "without muon_weight_dimension_numbers every parameter of two axes is "
                 f"a matrix: {paths}. Embeddings and heads may be among them: "
                 "jax_muon.find_matrices(params, loss_fn, batch) shows which, and "
-                "jax_muon.muon(..., matrices=) takes what it returns",
+                "jax_muon.muon(..., matrices=) takes what it returns"
+                # A function that is not static was called with a count: None, mostly.
+                + checks.injected(beta, "muon_weight_dimension_numbers"),
                 stacklevel=2,
             )
         return tx.init(params)
@@ -183,13 +185,14 @@ def _polar(
 ) -> Callable[[Array], Array]:
     """Newton-Schulz in the dtype of the parameters, as there; float16 in float32."""
     norm, one = _NORMS[preconditioning], np.ndim(coefficients[0]) == 0
+    floating = [x.dtype for x in jax.tree.leaves(tree) if _is_real(x)]
+    dtype = functools.reduce(dtypes.wider, floating, jnp.dtype("bfloat16"))
     if isinstance(steps, jax.Array) or isinstance(eps, jax.Array):
-        return _injected(coefficients, steps if one else len(coefficients), eps, norm)
+        steps = steps if one else len(coefficients)
+        return _injected(coefficients, steps, eps, norm, dtype)
     if not one and steps < len(coefficients):
         expected = f"at least {len(coefficients)}, the number of quintics"
         checks.refuse("ns_steps", steps, expected)
-    floating = [x.dtype for x in jax.tree.leaves(tree) if _is_real(x)]
-    dtype = functools.reduce(dtypes.wider, floating, jnp.dtype("bfloat16"))
     steps = steps if one else None
     settings = {"coefficients": coefficients, "eps": eps, "norm": norm, "dtype": dtype}
     return NewtonSchulz(steps, **settings)
@@ -204,13 +207,14 @@ def _injected(
     steps: jax.typing.ArrayLike,
     eps: jax.typing.ArrayLike,
     norm: str,
+    dtype: jnp.dtype,
 ) -> Callable[[Array], Array]:
     """Newton-Schulz with numbers that `optax.inject_hyperparams` made arrays.
 
     A `NewtonSchulz` takes none that are known only at run time: this loops over its
     products instead.
     """
-    table = jnp.asarray(coefficients)
+    table = jnp.asarray(coefficients, dtype)
 
     def polar(x: Float[Array, "*b m n"]) -> Float[Array, "*b m n"]:
         if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
@@ -218,16 +222,17 @@ def _injected(
                 "ns_steps or eps is an array inside on_mesh; expected numbers: under "
                 'optax.inject_hyperparams pass static_args=("ns_steps", "eps")'
             )
-        products = Products(tall=x.shape[-2] > x.shape[-1])
+        products, y = Products(tall=x.shape[-2] > x.shape[-1]), x.astype(dtype)
         fourth = norm == "schatten4"  # the sum of s^4 is that of squares of X X^T
-        power = matrix_sum(dtypes.wide(products.gram(x) if fourth else x) ** 2)
-        x = x / (power ** (0.25 if fourth else 0.5) + eps).astype(x.dtype)
+        power = matrix_sum(dtypes.wide(products.gram(y) if fourth else y) ** 2)
+        y = y / (power ** (0.25 if fourth else 0.5) + eps).astype(dtype)
 
-        def quintic(i: Array, x: Array) -> Array:
-            a, b, c = (table if table.ndim == 1 else table[i]).astype(x.dtype)
-            factor = products.polynomial(products.gram(x), (0.0, b, c / b))
-            return a * x + products.product(factor, x)
+        def quintic(i: Array, y: Array) -> Array:
+            a, b, c = table if table.ndim == 1 else table[i]
+            gram = products.gram(y)
+            factor = b * gram + c * products.symmetric(gram, gram)
+            return a * y + products.product(factor, y)
 
-        return jax.lax.fori_loop(0, steps, quintic, x)
+        return jax.lax.fori_loop(0, steps, quintic, y).astype(x.dtype)
 
     return polar

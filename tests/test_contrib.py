@@ -14,6 +14,7 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
+import jax_muon as jm
 from jax_muon import contrib, on_mesh
 from tests import trees
 from tests.mesh.case import mesh_of
@@ -37,6 +38,7 @@ SETTINGS = {
         "ns_coeffs": np.array([2.0, -1.5, 0.5], np.float32),
         "ns_steps": 6,
     },
+    "a quintic without a cubic term": {"ns_coeffs": (1.25, 0.0, -0.25)},
     "consistent RMS": {"consistent_rms": 0.2},
     "decay with a mask": {
         **{"weight_decay": 0.1, "weight_decay_mask": DECAYS},
@@ -94,13 +96,21 @@ def test_the_signature_is_that_of_optax():
 
 
 @two_axes
-def test_every_number_may_be_injected():
-    """Where it becomes an array, one device takes it, and a mesh says what to name."""
-    settings = {"learning_rate": 0.02, "weight_decay": 0.1, "consistent_rms": 0.2}
-    inject = optax.inject_hyperparams
+@pytest.mark.parametrize("name", SETTINGS)
+def test_numbers_may_be_injected(name):
+    """On one device, where every number becomes an array."""
+    static = ("muon_weight_dimension_numbers",)
+    inject = optax.inject_hyperparams(contrib.muon, static_args=static)
+    settings = {"learning_rate": 0.02} | SETTINGS[name]
     expected = end(contrib.muon(**settings), 3)
-    found = end(inject(contrib.muon)(**settings), 3)
+    found = end(inject(**settings), 3)
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@two_axes
+def test_injected_on_a_mesh():
+    """There, an error says which arguments to name."""
+    inject = optax.inject_hyperparams
     mesh, params = mesh_of(4), trees.normal({"w": (16, 24)})
     tx = on_mesh(inject(contrib.muon)(0.02), mesh, divide="data", min_size=1)
     with pytest.raises(ValueError, match=re.escape('static_args=("ns_steps", "eps")')):
@@ -121,6 +131,39 @@ def test_without_dimension_numbers_one_warning_lists_the_matrices():
     assert len(seen) == 1
     tx.update(params, state, params)  # without a warning
     contrib.muon(0.02, muon_weight_dimension_numbers=NUMBERS).init(params)
+
+
+def test_the_warning_says_what_became_of_a_function_that_is_injected():
+    """It is called with a count, of no axes, instead of the parameters."""
+
+    def numbers(tree):
+        return jax.tree.map(lambda x: MuonDimensionNumbers() if x.ndim else None, tree)
+
+    params = {"w": jnp.ones((4, 6))}
+    static = "muon_weight_dimension_numbers"
+    settings = {"learning_rate": 0.02, static: numbers}
+    tx = optax.inject_hyperparams(contrib.muon)(**settings)
+    with pytest.warns(UserWarning, match=re.escape(f"static_args=({static!r},)")):
+        tx.init(params)
+    optax.inject_hyperparams(contrib.muon, static_args=static)(**settings).init(params)
+
+
+def test_a_run_may_go_on_with_the_recipe():
+    """Its state is that of the call on the page, and the next updates are equal."""
+    params, numbers = trees.normal(SHAPES), {"muon_weight_dimension_numbers": NUMBERS}
+    tx = contrib.muon(0.02, weight_decay=0.1, **numbers)
+    recipe = jm.muon(
+        0.02,
+        matrices=NUMBERS,
+        weight_decay=0.1,
+        bias_correction=True,
+        polar=jm.NewtonSchulz(5, eps=1e-8, dtype="float32"),
+        adamw=optax.adamw(0.02, weight_decay=0.0, nesterov=True),
+    )
+    state = tx.update(params, tx.init(params), params)[1]
+    chex.assert_trees_all_equal(
+        *(x.update(params, state, params) for x in (tx, recipe))
+    )
 
 
 MATRIX = {"w": jnp.ones((4, 6))}

@@ -32,9 +32,8 @@ def quintics(
     if table.shape == (3,):
         table = np.tile(table, (steps or 5, 1))
     shaped = table.ndim == 2 and table.shape[1] == 3 and len(table) > 0
-    # The iteration divides by a and by b.
-    if not (shaped and np.isfinite(table).all() and table[:, :2].all()):
-        expected = "one (a, b, c) or a sequence of them; a and b not 0"
+    if not (shaped and np.isfinite(table).all()):
+        expected = "one finite (a, b, c) or a sequence of them"
         checks.refuse("coefficients", coefficients, expected)
     if len(table) < (steps or 1):
         expected = f"an integer from 1 to {len(table)}, the number of quintics"
@@ -44,6 +43,16 @@ def quintics(
 
 def _as_tuples(table: Any) -> Table:
     return tuple((float(a), float(b), float(c)) for a, b, c in table)
+
+
+def factored(a: float, b: float, c: float) -> Coefficients:
+    """The (a, b, q) of a + b (r + q r^2) = a + b r + c r^2.
+
+    (2, 0, -1) becomes (2, -2^-60, 2^60): a b of 0 is one that rounds to nothing beside
+    c, also in float64.
+    """
+    b = b if abs(b) > abs(c) * 2.0**-60 else c * 2.0**-60
+    return a, b, c / b if c else 0.0
 
 
 def polar_express_coefficients(

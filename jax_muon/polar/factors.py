@@ -57,7 +57,7 @@ class NewtonSchulz:
 
     Raises:
       ValueError: a setting is not one of these, or is traced; more steps than quintics;
-        coefficients that are not finite, or a or b 0.
+        coefficients that are not finite.
 
     Examples:
       >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))

@@ -39,7 +39,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_muon.base.dtypes import small_unit, wide, wider
-from jax_muon.polar.products import Products, matrix_sum
+from jax_muon.polar.coefficients import factored
+from jax_muon.polar.products import Products, Quintic, matrix_sum
 from jax_muon.polar.teams import SharedProducts, Team
 
 # Steps of the Gram form from one Gram matrix of X to the next. Without a refresh
@@ -208,7 +209,7 @@ def _factors(
     gram = products.gram(y)
     # b R + c R R as b (R + c/b R R): in float32 it would round b R and c R R, which
     # nearly cancel each other, to 2.6e-6 of the result on a Gaussian, not 2.1e-6.
-    table = [(a, b, c / b) for a, b, c in settings.coefficients]
+    table: list[Quintic] = [factored(*abc) for abc in settings.coefficients]
     if settings.norm == "schatten4":
         # k Y has Schatten-4 norm 1, where k is 1 to m^(1/4), and its first step is a
         # polynomial of the R of Y, too: a k I + b k^3 (R + c/b k^2 R R).

@@ -50,6 +50,8 @@ CUBICS = [
     (2.4418906, -1.2764040, 0.0),
     (2.2230472, -0.9630650, 0.0),
 ]
+# x (5 - x^4) / 4, which has no cubic term, also with nearly none; x alone; x^5 alone.
+BARE = [(1.25, 0, -0.25), (1.25, 1e-45, -0.25), (1.2, 0, 0), (0, 0, 0.4)]
 POLARS = {  # settings, and what the oracle takes
     "express": (
         {"coefficients": EXPRESS, "norm_factor": 1.02, "norm": "schatten4"},
@@ -57,6 +59,7 @@ POLARS = {  # settings, and what the oracle takes
     ),
     "jordan": ({}, (5 * [NEWTON_SCHULZ], 1.0, 1e-7)),
     "cubics": ({"coefficients": CUBICS}, (CUBICS, 1.0, 1e-7)),
+    "b or c of 0": ({"coefficients": BARE}, (BARE, 1.0, 1e-7)),
 }
 
 

@@ -70,7 +70,7 @@ SETTINGS = {
         "kernels": True,
         "dtype": "float32",
     },
-    "=(2, 0, -1); expected one (a, b, c) or": {"coefficients": (2, 0, -1)},
+    "=(2, -1); expected one finite (a, b, c) or": {"coefficients": (2, -1)},
     "nan": {"coefficients": (2, np.nan, 1)},
     "coefficients='jordan'; expected one ": {"coefficients": "jordan"},
     "=[]; expected one": {"coefficients": []},
