@@ -249,6 +249,16 @@ def in_groups(p, x):
     return jnp.sum(jnp.tanh(y) @ p["out"])
 
 
+def conditioned(p, x, product=jnp.matmul):
+    """Layers that add products of one condition, as modulations do."""
+
+    def layer(h, w):
+        return h + product(x, w), None
+
+    h, _ = lax.scan(layer, jnp.zeros((len(x), 8)), p["w"])
+    return jnp.sum(jnp.tanh(h) @ p["out"])
+
+
 ROW = np.arange(6)[:, None]
 LAYERS = [floats(6, 8), floats(8, 8), floats(8, 8)]
 HEADS = dict.fromkeys("qkv", floats(6, 2, 4)) | {"out": floats(8, 3)}
@@ -274,6 +284,14 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         net,
         [X],
         by(lambda x, w: lax.map(lambda c: x @ c, w.T).T),
+    ),
+    "outputs of layers one by one": (
+        {"w": floats(3, 6, 8), "out": floats(8, 3)},
+        conditioned,
+        [X],
+        functools.partial(
+            conditioned, product=lambda x, w: lax.map(lambda c: x @ c, w.T).T
+        ),
     ),
     "an identity after": (NET, net, [X], of(lambda w: w @ np.eye(8, dtype="f"))),
     "an identity before": (NET, net, [X], of(lambda w: np.eye(6, dtype="f") @ w)),

@@ -192,10 +192,12 @@ def _of_weight(trace: Trace, product: Product, i: int) -> Value:
     uses = trace.use(weight, kind, eqn, sides, by=other)
     for use in uses if not is_transposed else ():
         # lax.map(lambda row: x @ row, w.T): x does not turn with the rows, so they are
-        # outputs. With x[i] @ w[i] it does, and they are a batch.
+        # outputs. With x[i] @ w[i] it does, and they are a batch, as are layers, of
+        # which an outer loop takes one at a time.
         rows = [(x, a) for (x, a), n in weight.rows.items() if n not in other.turns]
-        own = {a for x, a in rows if x == use.path}
-        trace.note("in turns", use, own & {*trace.cut_off(weight, use.path)})
+        left = trace.cut_off(weight, use.path)
+        own = [a for x, a in rows if x == use.path and a in left]
+        trace.note("in turns", use, own[-1:])
     _note_factor(trace, product, i, other, uses)
     results: Results = {u: product.placed(i, weight.leaves[u.path]) for u in uses}
     if _may_be_data(weight, of_weight, trace.shapes) and not is_transposed:
