@@ -225,16 +225,23 @@ def is_in(scope: str, calls: Sequence[JaxprEqn]) -> bool:
     return any(scope in str(x.source_info.name_stack) for x in calls)
 
 
+LINEAR_SOLVE = "custom_linear_solve"  # JAX's name of the operation
+
+
 def transpositions(calls: Sequence[JaxprEqn]) -> int:
     """How often JAX transposed the last of `calls`, once for each gradient.
 
     0 in `jvp(f)`, 1 in `transpose(jvp(f))`, 2 in the gradient of a gradient. A function
     under `checkpoint` is computed again, as it was, inside its transposed one:
-    `transpose(jvp(f))/rematted_computation` is 0 again.
+    `transpose(jvp(f))/rematted_computation` is 0 again. Of a linear solve, whose parts
+    JAX transposes in every case, the solve counts.
     """
     count = 0
-    for name in itertools.chain(*(_steps(x.source_info.name_stack) for x in calls)):
-        count = count + 1 if name == "transpose(" else max(0, count - 1)
+    for call in calls:
+        for name in _steps(call.source_info.name_stack):
+            count = count + 1 if name == "transpose(" else max(0, count - 1)
+        if call.primitive.name == LINEAR_SOLVE:
+            break
     return count
 
 

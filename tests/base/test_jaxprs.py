@@ -66,7 +66,7 @@ def dots(function, *args):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "dot_general":
                 yield (*calls, eqn)
-            for x in eqn.params.values():
+            for x in jax.tree.leaves([*eqn.params.values()]):
                 inside = getattr(x, "jaxpr", x)
                 if hasattr(inside, "eqns"):
                     yield from walk(inside, (*calls, eqn))
@@ -75,7 +75,10 @@ def dots(function, *args):
 
 
 def test_transpositions():
-    """Of a gradient once, of a penalty of it twice; checkpoint computes again."""
+    """Of a gradient once, of a penalty of it twice; checkpoint computes again.
+
+    JAX transposes one function of a linear solve, which counts as the solve.
+    """
 
     def loss(w, x):
         return jnp.sum(jnp.tanh(x @ w) ** 2)
@@ -83,12 +86,17 @@ def test_transpositions():
     def penalty(w, x):
         return jnp.sum(jax.grad(loss, 1)(w, x) ** 2)
 
+    def solve(w, x):
+        return jnp.sum(jnp.linalg.solve(w @ w.T, x.T))
+
     w = jnp.ones((4, 3))
     for function, expected in (
         (jax.grad(loss), [0, 1]),
         (jax.grad(jax.checkpoint(loss)), [0, 0, 1]),
         (jax.grad(penalty), [0, 1, 2, 2, 1]),
         (jax.grad(jax.checkpoint(penalty)), [0, 1, 0, 1, 2, 2, 1]),
+        (solve, [0, 0, 0]),
+        (jax.grad(solve, 1), [0, 0, 0, 1, 1]),
     ):
         found = [jaxprs.transpositions(calls) for calls in dots(function, w, X)]
         assert found == expected

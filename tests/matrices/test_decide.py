@@ -92,6 +92,7 @@ PRIMITIVES = {
     "_convolution": "critics_of_several_scales",
     "_dynamic_slice": "scan_over_numbers",
     "_gather": "grouped_queries",
+    "_linear_solve": "orthogonal_and_inverted_matrices",
     "_move": "grouped_queries",
     "_pallas_call": "product_in_a_kernel",
     "_product": "grouped_queries",

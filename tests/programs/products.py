@@ -215,6 +215,27 @@ def tied_embedding_and_mlp(p, ids):
     return cross_entropy(rms(x) @ p["emb"].T, ids)
 
 
+@between(
+    skew=Leaf("io or oi", WIDTH, WIDTH),
+    blocks=Leaf("bio or boi", 4, 6, 6),
+    flow=Leaf("io", WIDTH, WIDTH),
+    back=Leaf("oi", WIDTH, WIDTH),
+)
+def orthogonal_and_inverted_matrices(x, p):
+    """Cayley's map makes rotations; a flow solves by one matrix and inverts another."""
+
+    def cayley(w):
+        a, one = w - w.mT, jnp.eye(w.shape[-1])
+        return jnp.linalg.solve(one + a, one - a)
+
+    x = x + jnp.tanh(x @ cayley(p["skew"]))
+    groups = x.reshape(BATCH, LENGTH, 4, 6)
+    turned = jnp.einsum("btgi,gij->btgj", groups, cayley(p["blocks"]))
+    x = jnp.tanh(turned.reshape(x.shape))
+    x = jnp.tanh(jax.vmap(jax.vmap(lambda x: jnp.linalg.solve(p["flow"], x)))(x))
+    return x + jnp.tanh(x @ jnp.linalg.inv(p["back"]))
+
+
 # --- what multiplies data and is no matrix by convention ------------------------------
 
 

@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax_muon.base import jaxprs
 from jax_muon.base.jaxprs import shape_of
 from jax_muon.matrices.computation.moves import cut
-from jax_muon.matrices.computation.trace import Trace, rule
+from jax_muon.matrices.computation.trace import ELEMENTWISE, RULES, Trace, rule
 from jax_muon.matrices.computation.values import (
     AxisPart,
     Use,
@@ -75,6 +75,26 @@ def _cond(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     branches = [trace.call(eqn, x.jaxpr, values[1:]) for x in functions]
     meet = functools.partial(_meet, trace, eqn)
     return [functools.reduce(meet, results) for results in zip(*branches, strict=True)]
+
+
+@rule(jaxprs.LINEAR_SOLVE)
+def _linear_solve(
+    trace: Trace, eqn: JaxprEqn, values: list[Value]
+) -> Value | list[Value]:
+    """The solution of A y = b: its axes are those of A^T b.
+
+    Axis 0 of A (24, 24) meets b, and axis 1 is left. But the rotation (I + w)^-1
+    (I - w), of one leaf on both sides, has the axes of b.
+    """
+    functions, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
+    if functions.vecmat is None:  # nobody has told JAX how to transpose it
+        return RULES[ELEMENTWISE](trace, eqn, values)
+    matrix, right = values[lengths.matvec :][: lengths.vecmat], values[sum(lengths) :]
+    others = [joined(values)] * (len(eqn.outvars) - len(right))  # the solver's own
+    both = [{leaf for x in of for leaf in x.leaves} for of in (matrix, right)]
+    if both[0] == both[1] and len(both[0]) == 1:
+        return [*right, *others]
+    return [*trace.call(eqn, functions.vecmat.jaxpr, [*matrix, *right]), *others]
 
 
 def _repeat(
