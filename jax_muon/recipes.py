@@ -153,6 +153,8 @@ def normuon(
        W &\leftarrow W - \eta \left(0.2 \sqrt{\mathrm{in} \cdot \mathrm{out}} \,
        \frac{X}{\|X\|_F} + \lambda W\right)
 
+    The polar factor has Jordan's coefficients, as in `muon`.
+
     Args:
       learning_rate: :math:`\eta` of the matrices, a number or a schedule. If
         `optax.adamw(lr)` is tuned for a model, start with lr**0.5 / 8.
