@@ -130,7 +130,7 @@ def muon(
         nesterov=nesterov,
     )
 
-    def of_tree(tree: optax.Params) -> optax.GradientTransformationExtraArgs:
+    def build(tree: optax.Params) -> optax.GradientTransformationExtraArgs:
         return recipes.muon(
             learning_rate,
             matrices=lambda tree: _read(numbers, tree),
@@ -145,7 +145,7 @@ def muon(
             mu_dtype=mu_dtype,
         )
 
-    tx = built_for_each_tree(of_tree)
+    tx = built_for_each_tree(build)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         if numbers is None:

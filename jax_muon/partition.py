@@ -77,8 +77,8 @@ def partition(
         _check_groups(labelled, groups)
         note().leaves.update(labelled)
         parts = read_parts(labelled, labelled.splits)
-        of_parts = dataclasses.replace(labelled, parameters=parts, splits={})
-        return with_splits(_for_tree(of_parts, groups), labelled.splits)
+        apart = dataclasses.replace(labelled, parameters=parts, splits={})
+        return with_splits(_for_tree(apart, groups), labelled.splits)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         params = checks.as_arrays("params", params)
@@ -183,7 +183,7 @@ def _for_tree(
     transforms = {}
     for label, group in groups.items():
         if callable(group):
-            of_group = {path: x for path, x in matrices.items() if x.label == label}
-            group = group(dataclasses.replace(matrices, parameters=of_group))
+            members = {path: x for path, x in matrices.items() if x.label == label}
+            group = group(dataclasses.replace(matrices, parameters=members))
         transforms[label] = checks.as_transform(f"groups[{label!r}](matrices)", group)
     return optax.partition(transforms, matrices.labels)

@@ -572,4 +572,4 @@ def _recipe(
     if mask is None:
         return tx
     # A mask is about whole parameters, and not about the parts in a group.
-    return built_for_each_tree(lambda tree: masked(decays.of_whole_tree(mask, tree)))
+    return built_for_each_tree(lambda tree: masked(decays.mask_by_path(mask, tree)))

@@ -135,8 +135,8 @@ def map_stacks(
     for indices in by_shape.values():
         stacks = [batches[index] for index in indices]
         expected = sum(map(len, stacks)), *stacks[0].shape[1:]
-        if hasattr(function, "of_stacks"):
-            result = function.of_stacks(stacks)
+        if hasattr(function, "from_stacks"):
+            result = function.from_stacks(stacks)
         else:
             result = function(jnp.concatenate(stacks))
         shape = getattr(result, "shape", None)

@@ -386,8 +386,8 @@ def _explain(error: Exception) -> None:
         lambda frame: frame.f_code.co_filename != wrappers.__file__, frames
     ):
         module = str(frame.f_globals.get("__name__"))
-        of_transform = module != __name__ and module.partition(".")[0] != "jax"
-        for name, x in frame.f_locals.items() if of_transform else ():
+        in_transform = module != __name__ and module.partition(".")[0] != "jax"
+        for name, x in frame.f_locals.items() if in_transform else ():
             is_array = isinstance(x, jax.Array)
             if is_array and AxisType.Auto in jax.typeof(x).sharding.mesh.axis_types:
                 raise ValueError(

@@ -129,7 +129,7 @@ def with_owners(
       devices_per_host: see `on_mesh`.
     """
 
-    def of_least_cost(plans: Iterable[list[Pool]]) -> list[Pool]:
+    def cheapest(plans: Iterable[list[Pool]]) -> list[Pool]:
         return min(plans, key=lambda plan: cost(plan, sizes, devices_per_host))
 
     pools = sorted(pools, key=lambda pool: math.prod(pool.shape) < small)
@@ -142,9 +142,9 @@ def with_owners(
             pools[index] = dataclasses.replace(pool, team=size, shared_dtype=dtype)
             plans.append(_with_owners(pools, sizes, large, start))
     # All 432 heads (64, 768) of GPT-2 124M on 8 devices: 54 each instead of all.
-    best = of_least_cost(plans)
+    best = cheapest(plans)
     owned = range(large, len(pools) + 1)
-    return of_least_cost(_with_owners(best, sizes, number, start) for number in owned)
+    return cheapest(_with_owners(best, sizes, number, start) for number in owned)
 
 
 def _team_size(pool: Pool, sizes: Sizes, most: int) -> int:

@@ -130,14 +130,14 @@ def scan_layers(
         return _plain_scan(block, carry, treedef.unflatten(flat))
     leaves = [*zip(layer_specs, grad_specs, (x.dtype for x in flat), strict=True)]
 
-    def of_all(function: Function) -> Function:
+    def for_all_leaves(function: Function) -> Function:
         return lambda layer: [
             None if x is None else function(x, *leaf)
             for x, leaf in zip(layer, leaves, strict=True)
         ]
 
     exchange = _collectives if in_shards else _constraints
-    gather, *scatters = map(of_all, exchange(mesh, names, leaves, comm))
+    gather, *scatters = map(for_all_leaves, exchange(mesh, names, leaves, comm))
     whose = "a first axis of samples, which the devices divide, or local_batch=False"
 
     def on_device(carry: PyTree, shards: list[Array], divided: list[Array]) -> PyTree:

@@ -112,9 +112,9 @@ class NewtonSchulz:
         """
         _check_matrices(x)
         stack = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-        return self.of_stacks([stack], team=team).reshape(x.shape)
+        return self.from_stacks([stack], team=team).reshape(x.shape)
 
-    def of_stacks(
+    def from_stacks(
         self, stacks: Sequence[Float[Array, "_ m n"]], *, team: Team | None = None
     ) -> Float[Array, "k m n"]:
         """The polar factors of several stacks of one shape and dtype, as one stack."""

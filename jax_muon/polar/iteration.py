@@ -176,10 +176,10 @@ def _scales(
     """
     exact = wider(wider(stacks[0].dtype, settings.dtype), jnp.float32)
     sums = jnp.concatenate([products.squares(x.astype(exact)) for x in stacks])
-    plain, of_small = jnp.split(sums, 2, axis=-1)
+    plain, small_sums = jnp.split(sums, 2, axis=-1)
     large = ~(plain <= 2.0 ** (jnp.finfo(exact).maxexp * 3 // 4))
     unit = jnp.where(large, small_unit(exact), jnp.ones_like(plain))
-    return unit, _inverse(settings, jnp.where(large, of_small, plain), 1, unit)
+    return unit, _inverse(settings, jnp.where(large, small_sums, plain), 1, unit)
 
 
 def _inverse(settings: Any, power: Array, roots: int, unit: Array) -> Array:

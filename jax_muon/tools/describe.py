@@ -253,10 +253,10 @@ def describe(
     transfers = {"orthogonalize": orthogonalize, "gradients": [], "gathers": []}
     for leaf in leaves:
         if leaf.spec is not None and leaf.state_spec is not None:
-            of_leaf = plan.parameter_transfers(
+            moved = plan.parameter_transfers(
                 leaf.bytes, leaf.spec, leaf.state_spec, sizes, summed
             )
-            for what, x in of_leaf:
+            for what, x in moved:
                 transfers[what].append(x)
 
     def held(leaf: DescribedParameter, spec: PartitionSpec | None) -> int:

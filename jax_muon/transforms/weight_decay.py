@@ -108,7 +108,7 @@ def check_mask(name: str, mask: Mask) -> None:
         checks.refuse(name, mask, expected)
 
 
-def of_whole_tree(mask: Mask, tree: optax.Params) -> dict[str, bool]:
+def mask_by_path(mask: Mask, tree: optax.Params) -> dict[str, bool]:
     """The mask by path, after calling one that is a function with all parameters.
 
     Raises a ValueError for an entry that names no parameter, unless one is absent: in
