@@ -69,6 +69,10 @@ def conv(x, w):
     return out[0]
 
 
+def in_windows(w):
+    return lax.reduce_window(w.repeat(2, 0), 0.0, lax.add, (2, 1), (2, 1), "VALID")
+
+
 def scaled_rows(p, ids):
     return jnp.sum((p["emb"][ids] * p["scale"]) @ p["out"])
 
@@ -116,6 +120,21 @@ def softmax_by(exp=jnp.exp, inverse=False):
         return e * (1 / s) if inverse else e / s
 
     return lambda p, x: experts(p, x, softmax)
+
+
+def summed_experts(p, x, add=lambda y: y.sum(0)):
+    """Outputs (experts, tokens, out) times gates, added by `add`."""
+    gates = jax.nn.softmax(x @ p["gate"]).T
+    y = add(gates[..., None] * jnp.einsum("ti,eio->eto", x, p["w"]))
+    return jnp.sum(jnp.tanh(y) @ p["out"])
+
+
+def added_in_a_scan(y):
+    return lax.scan(lambda z, row: (z + row, None), jnp.zeros_like(y[0]), y)[0]
+
+
+def as_one_segment(y):
+    return jax.ops.segment_sum(y, np.zeros(len(y), int), 1)[0]
 
 
 def picked(p, x, ids, mask=lambda w, ids: w):
@@ -295,6 +314,8 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
     ),
     "an identity after": (NET, net, [X], of(lambda w: w @ np.eye(8, dtype="f"))),
     "an identity before": (NET, net, [X], of(lambda w: np.eye(6, dtype="f") @ w)),
+    "less a number": (NET, net, [X], of(lambda w: w.at[0].subtract(1.0))),
+    "sums of windows": (NET, net, [X], of(in_windows)),
     "a window of one": (NET, net, [X], by(conv)),
     "a window of one, looked up": (
         MODEL,
@@ -340,6 +361,24 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         softmax_by(),
         [X],
         lambda p, x: experts(p, x, lambda y: jnp.exp(jax.nn.log_softmax(y))),
+    ),
+    "experts added in a scan": (
+        EXPERTS,
+        summed_experts,
+        [X],
+        functools.partial(summed_experts, add=added_in_a_scan),
+    ),
+    "experts as one segment": (
+        EXPERTS,
+        summed_experts,
+        [X],
+        functools.partial(summed_experts, add=as_one_segment),
+    ),
+    "experts as running sums": (
+        EXPERTS,
+        summed_experts,
+        [X],
+        functools.partial(summed_experts, add=lambda y: jnp.cumsum(y, 0)[-1]),
     ),
     "masked experts": (
         {"w": floats(4, 6, 8), "out": floats(8, 3)},

@@ -307,7 +307,7 @@ def _of_activations(trace: Trace, product: Product) -> Value:
     It may be attention, mix matrices by gates, or be one with a frozen kernel.
     """
     values, eqn = product.values, product.eqn
-    result = replace(joined(values), one_hot=False, results={})
+    result = replace(joined(values), one_hot=False, softmax="", results={})
     if any(product.is_constant):
         result.one_hot = any(
             x.one_hot and y.selects(of)
@@ -470,7 +470,7 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         members = _members(parts[numbers.lhs_spec[1]], groups)[0]
         trace.note("grouped", use, members)
     if not kernel.leaves:
-        result = replace(joined(values), results={}, one_hot=False)
+        result = replace(joined(values), results={}, one_hot=False, softmax="")
         if kernel.given_floats and not is_transposed:
             trace.feed(result)
         for use, parts in kernel.outputs.items():
@@ -519,7 +519,7 @@ def _pallas_call(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 
     Otherwise it is opaque to leaves; of activations alone, any function of them.
     """
-    result = replace(joined(values), results={}, one_hot=False)
+    result = replace(joined(values), results={}, one_hot=False, softmax="")
     shapes = [shape_of(v) for v in eqn.invars]
     weights = [i for i, x in enumerate(values) if x.leaves and not x.data]
     data = [i for i, x in enumerate(values) if x.sources and len(shapes[i]) > 1]

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jax_muon.base import jaxprs
 from jax_muon.base.jaxprs import shape_of
-from jax_muon.matrices.computation.moves import cut
+from jax_muon.matrices.computation.moves import cut, reduced
 from jax_muon.matrices.computation.trace import ELEMENTWISE, RULES, Trace, rule
 from jax_muon.matrices.computation.values import (
     AxisPart,
@@ -34,6 +34,8 @@ def _scan(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         rows.append(row.moved(lambda parts: parts[1:]))
     before, carry = values[:constants], values[constants:start]
     carry, ys = _repeat(trace, eqn, body, before, carry, rows)
+    for x in values[start:]:  # experts (5, 16, 40) added one by one to (16, 40)
+        carry = [reduced(trace, eqn, y, x, [0]) for y in carry]
     ys = [y.moved(lambda parts: (free(length), *parts)) for y in ys]
     for y, x in itertools.product(ys, values[start:]):
         _put_together(y, x)

@@ -28,6 +28,7 @@ from jax_muon.matrices.computation.values import (
 @rule(
     "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "pad", "tile"
 )
+@rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")
 @rule("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "ppermute")
 def _move(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Rearrange axes, or change their sizes."""
@@ -232,7 +233,8 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     return result
 
 
-@rule("dynamic_update_slice", "scatter", "scatter-add", "scatter-mul")
+@rule("dynamic_update_slice", "scatter", "scatter-add", "scatter-sub", "scatter-mul")
+@rule("scatter-min", "scatter-max")
 def _update(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     """An array in which a part is replaced, or added to."""
     shape, (array, updates, *indices) = shape_of(eqn.outvars[0]), values
@@ -250,8 +252,11 @@ def _update(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         of_rows = [a for a, n in enumerate(sizes) if n > 1]
         of_rows = [a for a in of_rows if a not in window.values()]
         if len(of_rows) == len(rows):  # each index has an axis of its own
-            window |= zip(rows, of_rows, strict=True)
-        updates = updates.moved(lambda parts: fit(placed(parts, window, shape), shape))
+            pairs = zip(rows, of_rows, strict=True)
+            window |= {row: a for row, a in pairs if shape[row] >= sizes[a]}
+        over = [a for a in of_rows if a not in window.values()]
+        moved = updates.moved(lambda parts: fit(placed(parts, window, shape), shape))
+        updates = reduced(trace, eqn, moved, updates, over)
     turns = joined(indices).turns
     for (leaf, axis), loop in updates.rows.items():
         if turns == {loop} and len(rows) == 1:  # a row in each turn
@@ -289,18 +294,31 @@ def _top_k(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     return result
 
 
+def reduced(
+    trace: Trace, eqn: JaxprEqn, result: Value, value: Value, axes: Sequence[int]
+) -> Value:
+    """A result in which elements along some axes of a value have become one."""
+    for use, parts in value.outputs.items() if not trace.is_transposed(eqn) else ():
+        trace.note("summed", use, axes_in(parts, axes))
+    over, own = value.axes_in(axes), result.leaves
+    gone = {leaf: over[leaf] - axes_in(own[leaf]) for leaf in over.keys() & own}
+    return result.with_side(SUMMED, gone)
+
+
 @rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin")
+@rule("cumsum")
 def _reduce(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
-    name, axes, (value,) = eqn.primitive.name, eqn.params["axes"], values
+    """One element along some axes; of a running sum, it is the last one."""
+    name, params, (value,) = eqn.primitive.name, eqn.params, values
+    axes = params["axes"] if name != "cumsum" else [params["axis"]]
     along = {use: axes_in(parts, axes) for use, parts in value.outputs.items()}
-    is_sum = name == "reduce_sum" and not trace.is_transposed(eqn)
-    for use in along if is_sum else ():
-        trace.note("summed", use, along[use])
+    for use in along if name == "reduce_sum" and not trace.is_transposed(eqn) else ():
         if use.kind == "elementwise" and along[use]:
             trace.feed(value)
-    left = [a for a in range(len(shape_of(eqn.invars[0]))) if a not in axes]
+    places = range(len(shape_of(eqn.invars[0])))
+    left = [a for a in places if a not in axes or name == "cumsum"]
     result = value.moved(lambda parts: tuple(parts[a] for a in left))
-    result = result.with_side(SUMMED, value.axes_in(axes))
+    result = reduced(trace, eqn, result, value, axes)
     if name.startswith("arg"):
         result.choice |= {use for use in along if along[use]}
     if not any(map(axes_in, result.results.values())):  # a norm weighs no keys

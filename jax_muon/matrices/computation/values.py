@@ -371,6 +371,7 @@ def joined(values: Sequence[Value]) -> Value:
             if axes_in(parts):
                 results.setdefault(x, parts)
     data = [value for value in values if value.data]
+    states = {value.softmax for value in data}
     return Value(
         data=bool(data),
         noise=bool(data) and all(value.noise for value in data),
@@ -380,6 +381,7 @@ def joined(values: Sequence[Value]) -> Value:
         results=results,
         sources=frozenset(use for value in values for use in value.sources),
         one_hot=bool(data) and all(value.one_hot for value in data),
+        softmax=states.pop() if len(states) == 1 else "",
         is_exponential=any(value.is_exponential for value in values),
         choice=frozenset(use for value in values for use in value.choice),
         is_gradient=any(value.is_gradient for value in values),
