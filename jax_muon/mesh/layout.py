@@ -81,13 +81,12 @@ class Layout:
         """The mesh; and paths, leaves and their shardings, as the user gave them."""
         leaves, where = trees.leaves_with_paths(tree), self.where
         if isinstance(where, Mesh):  # which can be called, too
-            explicit = AxisType.Explicit in where.axis_types
-            specs = [
-                jax.typeof(x).sharding.spec if explicit else PartitionSpec()
-                for _, x in leaves
+            everywhere = NamedSharding(where, PartitionSpec())
+            if AxisType.Auto in where.axis_types:
+                return where, [(path, x, everywhere) for path, x in leaves]
+            return where, [
+                (path, x, NamedSharding(where, _shown(path, x))) for path, x in leaves
             ]
-            rows = zip(leaves, specs, strict=True)
-            return where, [(*x, NamedSharding(where, spec)) for x, spec in rows]
         where = where(tree) if trees.is_function(where) else where
         by_path = dict(trees.leaves_with_paths(where, is_leaf=lambda x: x is None))
         mesh = _mesh_of(by_path)
@@ -162,6 +161,17 @@ _EXPECTED = (
     "a jax.sharding.NamedSharding of one mesh, or None for everywhere; arrays get one "
     "by jax.device_put(params, jax.sharding.NamedSharding(mesh, PartitionSpec()))"
 )
+
+
+def _shown(path: str, x: Shaped) -> PartitionSpec:
+    """The spec that a type on Explicit axes shows."""
+    if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None:
+        raise ValueError(
+            f"parameter {path!r} of shape {x.shape} shows no sharding, and where is a "
+            "mesh with Explicit axes; expected the parameters on the mesh, or "
+            "jax.ShapeDtypeStruct(..., sharding=jax.sharding.NamedSharding(mesh, spec))"
+        )
+    return jax.typeof(x).sharding.spec
 
 
 def _mesh_of(by_path: Mapping[str, NamedSharding | None]) -> Mesh:

@@ -371,7 +371,7 @@ def _reshard(
 def _explain(error: Exception) -> None:
     """Say what to write instead, for two things that JAX rejects on Explicit axes."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if type(error).__name__ == "ShardingTypeError":
+    if type(error).__name__ == "ShardingTypeError":  # a type that JAX keeps to itself
         codes = (frame.f_code for frame in frames)
         calls = [x.co_qualname for x in codes if x.co_name in ("init_fn", "update_fn")]
         name = calls[-1].partition(".")[0] if calls else "a transform"

@@ -93,6 +93,10 @@ class Pool:
         m, n = self.shape
         return STEPS * (4 * m * m * n + 2 * m**3)
 
+    def matrices(self, sizes: Sizes) -> int:
+        """Matrices on the whole mesh."""
+        return self.on_device * devices_over(self.batch_axes, sizes)
+
     def owners(self, sizes: Sizes) -> int:
         """The number of devices, or teams of them, that can own a matrix."""
         return devices_over(self.replica_axes + self.shard_axes, sizes) // self.team
@@ -207,10 +211,7 @@ def excess(pools: Sequence[Pool], sizes: Sizes) -> dict[Pool, float]:
     In units of an even share of the work on all pools.
     """
     loads = {pool: pool.load(sizes).ravel() for pool in pools}
-    even = {
-        pool: pool.on_device * devices_over(pool.batch_axes, sizes) * pool.flops
-        for pool in pools
-    }
+    even = {pool: pool.matrices(sizes) * pool.flops for pool in pools}
     busiest = int(np.argmax(sum(loads.values()))) if loads else 0
     devices, total = math.prod(sizes.values()), sum(even.values())
     return {

@@ -21,7 +21,7 @@ from jax_muon.base.tables import aligned, shape_text, sizes_text
 from jax_muon.matrices.find import trained
 from jax_muon.matrices.matrices import MUON, Parameter
 from jax_muon.mesh import hardware, plan
-from jax_muon.mesh.on_mesh import typed_state
+from jax_muon.mesh.on_mesh import OnMesh, typed_state
 from jax_muon.mesh.train_step import TrainStep
 
 
@@ -38,8 +38,8 @@ class DescribedParameter:
       spec: its sharding on the mesh of `on_mesh`, or in its type, or None.
       state_spec: the sharding of its gradient and state, or None.
       residual: dtype of the residual that `keep_residual` keeps for it, or None.
-      by_layer: whether `scan_layers` gathers it a layer at a time, in a train step;
-        otherwise, if sharded, it is gathered whole before the loss.
+      by_layer: of a sharded parameter in a train step: True if `scan_layers` gathers it
+        a layer at a time, False if it is gathered whole before the loss; or None.
     """
 
     parameter: Parameter
@@ -50,7 +50,7 @@ class DescribedParameter:
     spec: PartitionSpec | None
     state_spec: PartitionSpec | None
     residual: str | None
-    by_layer: bool = False
+    by_layer: bool | None = None
 
     @property
     def bytes(self) -> int:
@@ -73,6 +73,7 @@ class Description:
         matrices to their owners and back, with padding, and the products of teams;
         "gradients": their sums; "gathers": updates, or parameters at the start of a
         step. Layers of `scan_layers` are counted once although they are gathered twice.
+        In plain jit the last two are over `divide` alone: the rest is the loss's.
       bytes_between_hosts: the part of `sent_bytes` that goes to other hosts.
       kernels: shapes (m, n), m <= n, whose polar factors take kernels for Hopper GPUs.
     """
@@ -117,15 +118,18 @@ class Description:
                 f"residuals in {', '.join(map(str, residuals))}; without, not bfloat16 "
                 f"or float16: {', '.join(without) or 'none'}"
             )
-        if by_layer := [x.parameter.path for x in self.parameters if x.by_layer]:
-            whole = [
-                x.parameter.path
-                for x in self.parameters
-                if not x.by_layer and sharding_text(x.spec, self.sizes) != "whole"
-            ]
+        by_layer = [x.parameter.path for x in self.parameters if x.by_layer]
+        whole = [x for x in self.parameters if x.by_layer is False]
+        if by_layer:
+            names = ", ".join(x.parameter.path for x in whole) or "none"
             lines.append(
                 f"gathered a layer at a time: {', '.join(by_layer)}; whole, before the "
-                f"loss: {', '.join(whole) or 'none'}"
+                f"loss: {names}"
+            )
+        elif whole:
+            size = _bytes(sum(x.bytes for x in whole))
+            lines.append(
+                f"gathered whole, before the loss: {size} in {len(whole)} parameters"
             )
         return "\n".join([*lines, "", *self._work()] if self.sizes else lines)
 
@@ -136,7 +140,12 @@ class Description:
         rows += [_pool_row(pool, self.sizes) for pool in self.pools]
         lines = aligned(rows, numbers=1) if self.pools else []
         lines.append(f"{devices} devices: {self._balance()}")
-        lines.append(f"each sends in a step: {_bytes_text(self.sent_bytes)}")
+        in_loss = any(
+            leaf.by_layer is None and sharding_text(leaf.spec, self.sizes) != "whole"
+            for leaf in self.parameters
+        )
+        beside = ", beside what the loss sends" if in_loss else ""
+        lines.append(f"each sends in a step{beside}: {_bytes_text(self.sent_bytes)}")
         if any(self.bytes_between_hosts.values()):
             lines.append(f"between hosts: {_bytes_text(self.bytes_between_hosts)}")
         return lines
@@ -190,9 +199,13 @@ def describe(
     step, tx = tx, tx.tx if isinstance(tx, TrainStep) else tx
     tx = checks.as_transform("tx", tx)
     params = checks.as_arrays("params", trained(params))
-    gathers: list[str | None] = []
+    if isinstance(tx, OnMesh):
+        tx.optimizer.layout.place(params)  # refuses shapes that do not show where
+    gathers: list[bool | None] = []
     if isinstance(step, TrainStep):
-        gathers = step.gathers(params, *batch).numbers
+        found = step.gathers(params, *batch)
+        rows = zip(found.numbers, found.param_specs, strict=True)
+        gathers = [number is not None if any(spec) else None for number, spec in rows]
     elif batch:
         checks.refuse("batch", batch, "none, unless tx is a step of make_train_step")
     shapes = jax.tree.map(_shape, params)
@@ -212,7 +225,7 @@ def describe(
     sizes: dict[str, int] = recorded.sizes
     summed: tuple[str, ...] = ()
     per_host = hardware.DEVICES_PER_HOST
-    by_layer: dict[str, str | None] = {}
+    by_layer: dict[str, bool | None] = {}
     for optimizer, placed in recorded.on_mesh:
         state = typed_state(tx, shapes, placed)
         sizes |= placed.mesh.shape
@@ -244,7 +257,7 @@ def describe(
             spec,
             state_spec,
             residuals.get(trees.nearest_prefix(residuals, path) or ""),
-            bool(by_layer.get(trees.nearest_prefix(by_layer, path) or "")),
+            by_layer.get(trees.nearest_prefix(by_layer, path) or ""),
         )
 
     leaves = tuple(map(described, read))
@@ -349,7 +362,7 @@ def _pool_row(pool: plan.Pool, sizes: Mapping[str, int]) -> list[str]:
     least, most = (f(pool.counts or [pool.on_device]) for f in (min, max))
     word = "or" if most == least + 1 else "to"
     each = f"{least}" if least == most else f"{least} {word} {most}"
-    matrices, where = f"{pool.on_device * different}", "; ".join(over) or "-"
+    matrices, where = f"{pool.matrices(sizes)}", "; ".join(over) or "-"
     return [_pool_name(pool), where, matrices, who, each]
 
 

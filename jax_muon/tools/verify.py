@@ -18,6 +18,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_muon.base import checks, dtypes, facts, trees
+from jax_muon.base.specs import dividing
 from jax_muon.base.tables import aligned
 from jax_muon.mesh.on_mesh import OnMesh
 from jax_muon.mesh.train_step import IN_ON_MESH
@@ -41,7 +42,7 @@ class Verification:
         to its norm (NaN if an element is finite on one side only), and its bound; and
         the same of arrays of state, under "state" and a path.
       problems: as sentences; empty if the layout is right.
-      remarks: the mesh, and whether any matrix was sent to an owner.
+      remarks: the mesh, how many parameters are sharded, and matrices sent to owners.
     """
 
     differences: Mapping[str, tuple[float, float]]
@@ -151,9 +152,17 @@ def compare(
         if not same_bits:
             problems.append(f"{where} differs between devices that hold the same shard")
     devices = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    remarks = [f"the mesh {devices}, compared with one device"]
     pools = [*itertools.chain(*recorded.pools.values())]
-    if mesh.size > 1 and pools and not any(pool.counts for pool in pools):
+    remarks = [f"the mesh {devices}, compared with one device"]
+    placed, total = recorded.on_mesh[0][1], sum(x.matrices(mesh.shape) for x in pools)
+    owned = sum(x.matrices(mesh.shape) for x in pools if x.counts)
+    specs = placed.param_specs, placed.state_specs
+    params, state = (sum(any(dividing(x, mesh.shape)) for x in y) for y in specs)
+    remarks.append(
+        f"sharded: {params} of {len(placed.paths)} parameters, and the state of "
+        f"{state}; {owned} of {total} matrices were sent to owners"
+    )
+    if mesh.size > 1 and total and not owned:
         remarks.append(
             "no matrix was sent to an owner, as large ones are; for that, expected one "
             "of at least 256 x 256 that is sharded or repeated"

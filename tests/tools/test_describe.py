@@ -3,10 +3,14 @@
 Whole tables, in several layouts, are in tests/fixtures/frozen.
 """
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
@@ -54,10 +58,13 @@ def test_a_matrix_of_another_label():
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_matrices_too_small_for_owners(kind):
     """And state that is too small to be divided."""
-    params = {f"{i}/w": jax.ShapeDtypeStruct((8, 16), jnp.float32) for i in range(5)}
-    params["wte"] = jax.ShapeDtypeStruct((64, 8), jnp.float32)
+    mesh = mesh_of(4, kind=kind)
+    shape = functools.partial(
+        jax.ShapeDtypeStruct, dtype=jnp.float32, sharding=NamedSharding(mesh, P())
+    )
+    params = {f"{i}/w": shape((8, 16)) for i in range(5)} | {"wte": shape((64, 8))}
     tx = RECIPES["nanochat"](matrices={"wte": "adamw", "*": "muon"})
-    tx = jm.on_mesh(tx, mesh_of(4, kind=kind), divide="data", min_size=200)
+    tx = jm.on_mesh(tx, mesh, divide="data", min_size=200)
     planned = jm.describe(tx, params)
     of_state = [leaf.state_spec for leaf in planned.parameters]
     assert [any(spec) for spec in of_state] == [False] * 5 + [True]
@@ -65,6 +72,27 @@ def test_matrices_too_small_for_owners(kind):
     assert work.startswith("4 devices: 8x16_float32 too small for owners, computed by")
     sent = "orthogonalize 0 B, gradients 5.4 KB, gathers 1.5 KB"
     assert last == f"each sends in a step: {sent}"
+
+
+def test_layers_that_no_scan_gathers():
+    """A step gathers them whole; of plain jit only the optimizer's part is known."""
+    params = {"0": jnp.ones((64, 64)), "1": jnp.ones((64, 64)), "b": jnp.ones(64)}
+    loss = lambda p, x: jnp.mean((x @ p["0"] @ p["1"] * p["b"][None]) ** 2)  # noqa: E731
+    matrices = {"0": "muon", "1": "muon", "b": "adamw"}
+    recipe = RECIPES["nanochat"](matrices=matrices)
+    tx = jm.on_mesh(recipe, jm.fsdp(params, mesh_of(4), matrices))
+    step = jm.make_train_step(loss, tx)
+    found = jm.describe(step, params, jnp.ones((4, 64)))
+    assert [leaf.by_layer for leaf in found.parameters] == [False, False, None]
+    said = str(found)
+    assert "gathered whole, before the loss: 32.8 KB in 2 parameters\n" in said
+    # Each sends three quarters of a matrix: for sums of gradients, and in gathers.
+    sent = "gradients 25.0 KB, gathers 24.6 KB"
+    assert re.search(f"each sends in a step: orthogonalize .*, {sent}$", said)
+    said = str(jm.describe(tx, params))
+    sent = "gradients 0 B, gathers 0 B"
+    assert "gathered" not in said
+    assert re.search(f"a step, beside what the loss sends: ortho.*, {sent}$", said)
 
 
 def test_bytes_on_a_device():

@@ -53,8 +53,23 @@ def test_a_right_layout(kind):
     lines = str(found).splitlines()
     assert lines[0].split() == ["parameter", "difference", "bound"]
     assert [x.split()[0] for x in lines[1:4]] == updates
-    assert "mesh data 2 x fsdp 4" in lines[-2]
+    assert "mesh data 2 x fsdp 4" in lines[-3]
+    assert lines[-2] == (
+        "sharded: 2 of 3 parameters, and the state of 2; 3 of 3 matrices were sent to "
+        "owners"
+    )
     assert lines[-1] == "right"
+
+
+def test_shapes_must_show_a_sharding_on_explicit_axes():
+    """As they show none, "right" would be of whole parameters on every device."""
+    tx = jm.on_mesh(RECIPES["nanochat"](**FAST), mesh_of(4, kind=EXPLICIT))
+    for look in (jm.verify, jm.describe, type(tx).abstract_state, type(tx).xla_options):
+        with pytest.raises(
+            ValueError, match=r"'bias' of shape \(7,\) shows no sharding"
+        ):
+            look(tx, SHAPES)
+    assert jax.eval_shape(tx.init, SHAPES)  # which returns no shardings
 
 
 def test_a_wrong_layout_is_named_with_number_and_bound():
