@@ -153,21 +153,23 @@ def compare(
             problems.append(f"{where} differs between devices that hold the same shard")
     devices = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     pools = [*itertools.chain(*recorded.pools.values())]
-    remarks = [f"the mesh {devices}, compared with one device"]
-    placed, total = recorded.on_mesh[0][1], sum(x.matrices(mesh.shape) for x in pools)
-    owned = sum(x.matrices(mesh.shape) for x in pools if x.counts)
-    specs = placed.param_specs, placed.state_specs
-    params, state = (sum(any(dividing(x, mesh.shape)) for x in y) for y in specs)
-    remarks.append(
-        f"sharded: {params} of {len(placed.paths)} parameters, and the state of "
-        f"{state}; {owned} of {total} matrices were sent to owners"
+    total, owned = (
+        sum(pool.matrices(mesh.shape) for pool in some)
+        for some in (pools, [pool for pool in pools if pool.counts])
     )
-    if mesh.size > 1 and total and not owned:
-        remarks.append(
-            "no matrix was sent to an owner, as large ones are; for that, expected one "
-            "of at least 256 x 256 that is sharded or repeated"
-        )
-    return Verification(differences, tuple(problems), tuple(remarks))
+    placed = recorded.on_mesh[0][1]
+    sharded, divided = (
+        sum(any(dividing(spec, mesh.shape)) for spec in some)
+        for some in (placed.param_specs, placed.state_specs)
+    )
+    hint = "; expected one of at least 256 x 256 that is sharded or repeated"
+    remarks = (
+        f"the mesh {devices}, compared with one device",
+        f"sharded: {sharded} of {len(placed.paths)} parameters, and the state of "
+        f"{divided}; {owned} of {total} matrices were sent to owners"
+        + (hint if mesh.size > 1 and total and not owned else ""),
+    )
+    return Verification(differences, tuple(problems), remarks)
 
 
 def _results(
