@@ -1,7 +1,8 @@
 """`python -m parity.run` runs the whole suite, prints its tables, and writes report.md.
 
-Exit status 1 if a comparison is above its bar and not explained. torch.compile runs in
-a second process, beside JAX in this one.
+`python -m parity.run teon muonh` prints the trajectories of these recipes alone, in
+about a minute. Exit status 1 if a comparison is above its bar and not explained.
+torch.compile runs in a second process, beside JAX in this one.
 """
 
 import concurrent.futures
@@ -12,7 +13,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,18 +24,23 @@ from parity.compare import BARS, Check
 VERSIONS = ("jax", "optax", "numpy", "torch")
 
 
-def main() -> int:
+def main(names: Sequence[str] = ()) -> int:
     """Run, print, write; see the file."""
     began = time.monotonic()
     torch.set_num_threads(1)
+    if unknown := {*names} - {*problems.RECIPES}:
+        raise SystemExit(f"{sorted(unknown)}; expected some of {[*problems.RECIPES]}")
     context = multiprocessing.get_context("spawn")  # JAX's threads do not survive fork
     checks: list[Check] = []
+    if names:
+        print(trajectories(checks, names), explained(checks), sep="\n\n")
+        return failed(checks)
     sections = []
     pool = concurrent.futures.ProcessPoolExecutor
     with pool(1, context, torch.set_num_threads, (1,)) as other:
         compiled = other.submit(compare.compiled_ends)
         for make in (
-            trajectories,
+            lambda checks: trajectories(checks, problems.RECIPES),
             lambda checks: bfloat16(checks, compiled.result()),
             lambda checks: packages(checks, compiled.result()["muon"]),
         ):
@@ -46,6 +52,11 @@ def main() -> int:
     text = "\n\n".join([*found, LIMITS]) + "\n"
     Path(__file__).with_name("report.md").write_text(text)
     print(text)
+    return failed(checks)
+
+
+def failed(checks: list[Check]) -> int:
+    """The exit status."""
     return int(any(check.state == "FAIL" for check in checks))
 
 
@@ -130,12 +141,12 @@ five quintics together is -175. In float64 the same cases are within the bar."""
 # ---- Sections: each runs its comparisons, adds its checks, and returns its text
 
 
-def trajectories(checks: list[Check]) -> str:
-    """Every recipe, dtype and kind of gradient."""
+def trajectories(checks: list[Check], names: Iterable[str]) -> str:
+    """Every dtype and kind of gradient."""
     tables = []
     for dtype in BARS:
         rows = []
-        for recipe in problems.RECIPES.values():
+        for recipe in (problems.RECIPES[name] for name in names):
             cases = [(kind, problems.MOVING) for kind in problems.GRADIENTS]
             if dtype == "float32":
                 cases.append(("gaussian", problems.CONSTANT))
@@ -224,4 +235,4 @@ LIMITS = """## What this does not show
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))
