@@ -278,11 +278,36 @@ def conditioned(p, x, product=jnp.matmul):
     return jnp.sum(jnp.tanh(h) @ p["out"])
 
 
+def fused(p, x, part=lambda y, i: y[i]):
+    y = jnp.einsum("ti,ijo->jto", x, p["qkv"])
+    q, k, v = (part(y, i) for i in range(3))
+    return jnp.sum(jax.nn.softmax(q @ k.T) @ v @ p["out"])
+
+
+def learned_queries(p, x, total=jnp.sum):
+    """Queries in a residual stream, which are divided by their norms."""
+    z = jnp.repeat(p["queries"][None], len(x), 0)
+    q = z * lax.rsqrt(total(z * z, -1, keepdims=True)) @ p["q"]
+    weights = jax.nn.softmax(jnp.einsum("bqi,bti->bqt", q, x @ p["k"]))
+    z = z + jnp.einsum("bqt,bti->bqi", weights, x @ p["v"])
+    return jnp.sum(jnp.tanh(z @ p["up"]) @ p["out"])
+
+
+def recurrent(p, x, inverse=lambda n: 1 / n):
+    def turn(h, row):
+        h = jnp.tanh(row + h @ p["w"].T * inverse(24.0))
+        return h, h
+
+    _, y = lax.scan(turn, jnp.zeros(6), x)
+    return jnp.sum(y @ p["out"])
+
+
 ROW = np.arange(6)[:, None]
 LAYERS = [floats(6, 8), floats(8, 8), floats(8, 8)]
 HEADS = dict.fromkeys("qkv", floats(6, 2, 4)) | {"out": floats(8, 3)}
 EXPERTS = {"gate": floats(6, 4), "w": floats(4, 6, 8), "out": floats(8, 3)}
 GRID = {**NET, "bias": floats(8)}
+OUT = {"out": floats(6, 3)}
 SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
     "rolled": (NET, net, [X], of(lambda w: jnp.roll(jnp.roll(w, 1, 0), -1, 0))),
     "rows taken": (NET, net, [X], of(lambda w: jnp.take(w, jnp.arange(6), 0))),
@@ -311,6 +336,30 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         functools.partial(
             conditioned, product=lambda x, w: lax.map(lambda c: x @ c, w.T).T
         ),
+    ),
+    "a sum by ones": (
+        {
+            "queries": floats(2, 6),
+            **dict.fromkeys(("q", "k", "v", "up"), floats(6, 6)),
+            **OUT,
+        },
+        learned_queries,
+        [floats(4, 5, 6)],
+        functools.partial(
+            learned_queries, total=lambda q, *_, **__: (q @ jnp.ones(6))[..., None]
+        ),
+    ),
+    "a power of constants": (
+        {"w": floats(6, 6), **OUT},
+        recurrent,
+        [X],
+        functools.partial(recurrent, inverse=lambda n: jnp.abs(n) ** -1.0),
+    ),
+    "parts taken": (
+        {"qkv": floats(6, 3, 6), **OUT},
+        fused,
+        [X],
+        functools.partial(fused, part=lambda y, i: jnp.take(y, i, 0)),
     ),
     "an identity after": (NET, net, [X], of(lambda w: w @ np.eye(8, dtype="f"))),
     "an identity before": (NET, net, [X], of(lambda w: np.eye(6, dtype="f") @ w)),

@@ -24,6 +24,7 @@ from jax_muon.matrices.computation.values import (
     IN,
     INNER,
     OUT,
+    SUMMED,
     AxisPart,
     AxisParts,
     Heads,
@@ -172,7 +173,11 @@ def _moved(trace: Trace, product: Product, i: int) -> Value:
     change = product.placed if other.one_hot else product.turned
     result = weight.moved(functools.partial(change, i))
     if not other.one_hot and not other.selects(product.contract[1 - i]):
-        result = result.with_side(CONSTANT, weight.axes_in(product.contract[i]))
+        # w (24, 40) times ones (40,) is a sum over axis 1. A row of a grid in each
+        # turn of a loop is none: together they are a matrix.
+        is_sum = not product.free[1 - i] and not other.turns
+        side = SUMMED if is_sum else CONSTANT
+        result = result.with_side(side, weight.axes_in(product.contract[i]))
     return pick(trace, product.eqn, result, other)
 
 

@@ -211,9 +211,10 @@ def _described(op: Operation, result: Value) -> Value:
 
 def _is_exponential(op: Operation) -> bool:
     """Whether it is a power of a constant, to data or leaves."""
-    if op.name == "pow":
-        return not (op.values[0].data or op.values[0].leaves)
-    return op.name in ("exp", "exp2")
+    if op.name not in ("exp", "exp2", "pow"):
+        return False
+    *is_constant, exponent = (not (x.data or x.leaves) for x in op.values)
+    return all(is_constant) and not exponent
 
 
 def _softmax(op: Operation) -> str:

@@ -139,7 +139,12 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     source = dict(zip(numbers.offset_dims, kept, strict=True))
     rows = [a for a in range(len(new)) if a not in source]
     if index.data or not (along := _rows(eqn, index, rows)):
-        part = cut(trace, value, old, eqn.params["slice_sizes"])
+        at = None if index.data else index.computed()
+        starts = None
+        if at is not None and at.size == len(numbers.start_index_map):  # as w[3]
+            by_axis = dict(zip(numbers.start_index_map, at.reshape(-1), strict=True))
+            starts = [int(by_axis.get(a, 0)) for a in range(len(old))]
+        part = cut(trace, value, old, eqn.params["slice_sizes"], starts)
         return pick(trace, eqn, part.moved(lambda x: placed(x, source, new)), index)
 
     def taken(parts: AxisParts) -> AxisParts:  # a constant index rearranges axes
