@@ -93,6 +93,44 @@ def step(loss):
     return new
 
 
+def energy(p, x, penalty=lambda w: jnp.sum(w**2)):
+    """A loss of forces alone, with a penalty on the matrices."""
+    forces = jax.grad(net, 1)(p, x)
+    return jnp.sum(forces**2) + sum(map(penalty, p.values()))
+
+
+def largest(w):
+    return jnp.sum(lax.top_k(jnp.abs(w).reshape(-1), 4)[0])
+
+
+def laplacian(p, x):
+    """The second derivatives of a function of each sample."""
+    second = jax.vmap(jax.hessian(lambda x: net(p, x)))(x)
+    return jnp.mean(jnp.trace(second, axis1=1, axis2=2) ** 2)
+
+
+def quantized(p, x):
+    """A head whose columns are scaled, as in eight bits, and scaled back."""
+    scale = jnp.abs(p["out"]).max(0)
+    return jnp.sum((jnp.tanh(x @ p["w"]) @ (p["out"] / scale)) * scale)
+
+
+def mlp(layers, x):
+    return jnp.tanh(x @ layers[0]) @ layers[1]
+
+
+def critics(p, x):
+    """Two networks; what follows takes the result of the first."""
+    a, b = (mlp(p[name], x) for name in "ab")
+    return jnp.sum(jnp.tanh(a) @ p["out"]) + jnp.sum(b**2)
+
+
+def critics_by_two_calls(p, x):
+    a = mlp(p["a"], x)
+    b = mlp(p["b"], x)
+    return jnp.sum(jnp.tanh(a) @ p["out"]) + jnp.sum(b**2)
+
+
 def spectral(p, x, u):
     """A power iteration whose result divides the matrix."""
     v = lax.stop_gradient(p["w"] @ u)
@@ -395,6 +433,26 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         projected,
         [IDS],
         functools.partial(projected, change=with_noise),
+    ),
+    "noise in a stack": (
+        NET,
+        net,
+        [X],
+        of(lambda w: jnp.stack([w, jax.random.normal(jax.random.key(0), w.shape)])[0]),
+    ),
+    "a penalty by a top-k": (
+        NET,
+        energy,
+        [X],
+        functools.partial(energy, penalty=largest),
+    ),
+    "second derivatives": (NET, net, [X], laplacian),
+    "scaled and back": (NET, net, [X], quantized),
+    "networks in a comprehension": (
+        {"a": LAYERS[:2], "b": LAYERS[:2], "out": floats(8, 3)},
+        critics_by_two_calls,
+        [X],
+        critics,
     ),
     "a step": (NET, net, [X], step(net)),
     "clipped": (

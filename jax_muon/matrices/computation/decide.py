@@ -374,7 +374,8 @@ def _place(x: Parameter, trace: Trace) -> tuple[object, ...]:
     """
     name: object = trees.numberless(x.path)
     if x.path.rpartition("/")[2].isdigit():
-        name = tuple(jaxprs.places_of(use.calls) for use in trace.uses[x.path].values())
+        places = [jaxprs.places_of(use.calls) for use in trace.uses[x.path].values()]
+        name = trees.numberless(x.path.rpartition("/")[0]), *places
     return name, x.shape
 
 
@@ -384,7 +385,7 @@ def _depth(uses: Iterable[Use]) -> int:
     Weight decay, a sum of squares, and opaque kernels do not count beside others.
     """
     uses = [*uses]
-    shown = [use for use in uses if use.kind != "opaque" and use.left] or uses
+    shown = [use for use in uses if use.kind in _PRODUCTS] or uses
     return min(use.depth for use in shown)
 
 

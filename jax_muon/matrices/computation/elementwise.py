@@ -17,6 +17,7 @@ from jax_muon.matrices.computation.values import (
     EXPONENTIAL,
     LOG,
     LOG_SOFTMAX,
+    OUT,
     RECIPROCAL,
     SOFTMAX,
     AxisPart,
@@ -336,6 +337,10 @@ def _note_scales_of_its_own_leaf(op: Operation) -> None:
     All that v and u come from are uses of w, which are no products of the model.
     """
     for value in op.active if op.name in SCALES and len(op.made) == 1 else ():
+        # A norm has no outputs left; tanh'(x @ w) * w[0], of a Laplacian, has.
+        axes = [(use, a) for use, of in value.outputs.items() for a in axes_in(of)]
+        if any(use.sides.get(a) == {OUT} for use, a in axes):
+            continue
         own: set[Use] = set()
         more = {*value.sources}
         while more and all(x.path in op.made[0].leaves for x in more):

@@ -271,6 +271,8 @@ def _update(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 
 def _together(trace: Trace, eqn: JaxprEqn, parts: Sequence[Value]) -> Value:
     """An array of several parts; beside data, leaves are used elementwise."""
+    if any(x.leaves for x in parts):  # beside noise they are no data
+        parts = [x for x in parts if x.leaves or not x.noise]
     result = replace(joined(parts), results={})
     are_picked = {bool(x.picked) for x in parts if x.leaves}  # rows are data as well
     beside_data = len(are_picked) > 1 or any(x.data and not x.leaves for x in parts)
@@ -319,7 +321,7 @@ def _reduce(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     along = {use: axes_in(parts, axes) for use, parts in value.outputs.items()}
     for use in along if name == "reduce_sum" and not trace.is_transposed(eqn) else ():
         if use.kind == "elementwise" and along[use]:
-            trace.feed(value)
+            trace.feed(value, use.path)
     places = range(len(shape_of(eqn.invars[0])))
     left = [a for a in places if a not in axes or name == "cumsum"]
     result = value.moved(lambda parts: tuple(parts[a] for a in left))

@@ -228,10 +228,10 @@ class Trace:
         if kind == "takes":
             self.taken.add(use)
 
-    def feed(self, value: Value) -> None:
-        """Note that a frozen kernel takes a value, as a parameter would."""
+    def feed(self, value: Value, leaf: str = "") -> None:
+        """Note that another leaf, or a frozen kernel, takes a value."""
         for use in value.sources:
-            if not use.is_gradient:
+            if not use.is_gradient and use.path != leaf:
                 self.note("takes", use)
 
     def seen(self) -> tuple[dict[str, dict[int, Use]], dict[Edge, None]]:
