@@ -201,7 +201,7 @@ def scaled_for_each_sample(p, x):
 @pytest.mark.parametrize(
     ("product", "words", "axes"),
     [
-        (added, "whose results are added", ((0,), (1,), (2,))),
+        (added, "the matrices are a batch", ((0,), (1,), (2,))),
         (contracted, "is one product over both axes", ((), (0, 1), (2,))),
         (scaled_for_each_sample, "data scales for each sample", None),
     ],

@@ -78,11 +78,11 @@ DOCUMENTED = {
         ("sizes: equal widths", "product_in_a_kernel"),
         ("loss: a jvp inside", "product_in_a_kernel"),
     ],
-    "it is data if what it makes goes through a function": [
+    "where a function follows, as in `tanh(grid @ w)`, it is data": [
         ("parameter: rotated and back", "selective_state_space"),
         ("parameter: rotated and back in front", "selective_state_space"),
     ],
-    "learned queries and kernels of relative positions may be mistaken": [
+    "learned queries and kernels of relative positions may be misread": [
         (f"sizes: one position{others}", name)
         for others in ("", " of one sample", " of three samples")
         for name in ("transformer_xl", "latent_attention_and_pooling")
@@ -90,7 +90,7 @@ DOCUMENTED = {
     "So may experts summed by a product with ones": [
         ("operations: sums by ones", "multi_gate_experts_of_several_tasks"),
     ],
-    "attention between learned queries with its exponentials written as powers": [
+    "attention between learned queries whose exponentials are written as powers": [
         ("operations: exp as a power", "object_queries_of_one_image"),
     ],
 }
