@@ -66,8 +66,8 @@ def partition(
       ([[-0.5, -0.0], [-0.0, -0.5]], [-1.0, -1.0])
     """
     for label, group in groups.items():
-        if not callable(group):
-            checks.as_transform(f"groups[{label!r}]", group)
+        check = checks.check_no_factory if callable(group) else checks.as_transform
+        check(f"groups[{label!r}]", group)
     read_tree = reader(matrices)
 
     def build(

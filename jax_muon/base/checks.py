@@ -5,6 +5,7 @@ ValueErrors name the argument, its value and the values that would do.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from types import UnionType
 from typing import Any, NoReturn, TypeVar, cast
@@ -127,6 +128,18 @@ def as_transform(name: str, tx: object) -> optax.GradientTransformationExtraArgs
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)
     check_kind(name, tx, optax.GradientTransformation, "an optax transform")
     return optax.with_extra_args_support(tx)
+
+
+def check_no_factory(name: str, value: object) -> None:
+    """Refuse `optax.sgd`, given for `optax.sgd(1e-3)` where functions may be given.
+
+    A public name of its module is refused. What a factory returns, such as
+    "constant_schedule.<locals>.<lambda>", has none, nor has a user's function.
+    """
+    factory, module = (str(getattr(value, x, "")) for x in ("__name__", "__module__"))
+    is_public = getattr(sys.modules.get(module), factory, None) is value
+    if is_public and module.startswith(("optax.", "jax_muon.")):
+        refuse(name, value, f"an optax transform, such as {factory}(1e-3)")
 
 
 # --- trees ----------------------------------------------------------------------------

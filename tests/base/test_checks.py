@@ -87,6 +87,7 @@ WRONG = {
     ),
     "ns_steps=2.5; expected a Python integer": lambda: muon(ns_steps=2.5),
     "ns_steps=True; expected a Python integer": lambda: muon(ns_steps=True),
+    "such as sgd(1e-3)": lambda: nanochat(groups={"x": optax.sgd}),
     "expected an optax transform, such as muon(1e-3)": lambda: jm.partition(
         {"muon": jm.muon}, toy
     ),
