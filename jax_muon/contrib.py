@@ -167,15 +167,12 @@ def muon(
 
 def _read(numbers: Any, tree: optax.Params) -> Matrices:
     """How parameters are read by optax's argument."""
+    rules = numbers(tree) if trees.is_function(numbers) else numbers
     if numbers is None:
         rules = jax.tree.map(lambda x: MUON if x.ndim == 2 else ADAMW, tree)
-        return find_matrices(tree, rules=rules)
-    numbers = numbers(tree) if trees.is_function(numbers) else numbers
     # A value for each parameter, since a flat prefix would be path patterns.
     rules = jax.tree.broadcast(
-        numbers,
-        tree,
-        is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers),
+        rules, tree, is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers)
     )
     return find_matrices(tree, rules=rules)
 
@@ -184,22 +181,16 @@ def _polar(
     coefficients: Any, steps: Any, eps: Any, preconditioning: str, tree: optax.Params
 ) -> Callable[[Array], Array]:
     """Newton-Schulz in the dtype of the parameters, as there; float16 in float32."""
-    norm, one = _NORMS[preconditioning], np.ndim(coefficients[0]) == 0
-    floating = [x.dtype for x in jax.tree.leaves(tree) if _is_real(x)]
-    dtype = functools.reduce(dtypes.wider, floating, jnp.dtype("bfloat16"))
+    number = steps if np.ndim(coefficients[0]) == 0 else len(coefficients)
+    given = {x.dtype for x in jax.tree.leaves(tree)}
+    real = [x for x in given if jnp.issubdtype(x, jnp.floating)]
+    dtype = functools.reduce(dtypes.wider, real, jnp.dtype("bfloat16"))
+    settings = {"eps": eps, "norm": _NORMS[preconditioning], "dtype": dtype}
     if isinstance(steps, jax.Array) or isinstance(eps, jax.Array):
-        steps = steps if one else len(coefficients)
-        return _injected(coefficients, steps, eps, norm, dtype)
-    if not one and steps < len(coefficients):
-        expected = f"at least {len(coefficients)}, the number of quintics"
-        checks.refuse("ns_steps", steps, expected)
-    steps = steps if one else None
-    settings = {"coefficients": coefficients, "eps": eps, "norm": norm, "dtype": dtype}
-    return NewtonSchulz(steps, **settings)
-
-
-def _is_real(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+        return _injected(coefficients, number, **settings)
+    if steps < number:
+        checks.refuse("ns_steps", steps, f"at least {number}, the number of quintics")
+    return NewtonSchulz(number, coefficients=coefficients, **settings)
 
 
 def _injected(
