@@ -164,9 +164,13 @@ def test_cautious_decay():
     np.testing.assert_allclose(second, [1.64, -1.0, 1.0, -1.64, 0.44], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["nesterov", "add_cautious_decayed_weights"])
+SEEING = ("nesterov", "add_cautious_decayed_weights")
+SEEING = {name: PIECES[name]() for name in SEEING} | {"hyperball": jm.hyperball(0.1)}
+
+
+@pytest.mark.parametrize("name", SEEING)
 def test_pieces_that_see_the_parameters_are_as_wide_as_they(name):
-    tx, params = PIECES[name](), {"w": jnp.full((2, 3), 1 + 2**-12), "frozen": None}
+    tx, params = SEEING[name], {"w": jnp.full((2, 3), 1 + 2**-12), "frozen": None}
     narrow = {"w": jnp.ones((2, 3), jnp.bfloat16), "frozen": None}
     updates, _ = tx.update(narrow, tx.init(params), params)
     wide, _ = tx.update({**narrow, "w": jnp.ones((2, 3))}, tx.init(params), params)
