@@ -75,12 +75,12 @@ LABELS = {
     "_convolved_in_groups": "convolutions",
     "_complex": "fourier_neural_operator",
     "_unknown": "prototypes_times_a_matrix",
-    "_contradictory": two_products,
     "_vector": "soft_actor_critic",
     "_table": "segments_under_a_mask",
     "_centers": "deep_kernel_with_inducing_points",
     "_router": "moe_ragged_dot",
     "_head": "vision_transformer",
+    "_contradictory": two_products,
     "_fused": "fused_kernels",
     "_kernel_of_role": "convolutions",
 }

@@ -452,19 +452,6 @@ def _unknown(leaf: Leaf) -> Answer | None:
     return MUON, "unknown", f"{leaf.readings[0]}{leaf.at(*_PRODUCTS)}", None
 
 
-def _contradictory(leaf: Leaf) -> Answer | None:
-    """x @ w and einsum("io,io->o", y, w): other axes; both ways, x @ w.T, are one."""
-    assert leaf.axes
-    axes = leaf.axes
-    either = axes, MatrixAxes(axes.batch, axes.output, axes.reduction)
-    known = [x for x in leaf.readings if isinstance(x, MatrixAxes)]
-    if not (others := [x for x in known if x not in either]):
-        return None
-    texts = [numbers_text(x.reduction, x.output) for x in (axes, others[0])]
-    reason = f"it is used as {' and '.join(texts)}{leaf.at(*_PRODUCTS)}"
-    return MUON, "contradictory", reason, None
-
-
 def _vector(leaf: Leaf) -> Answer | None:
     """x @ w of (in, 1)."""
     if not leaf.axes or 1 not in leaf.axes.fan(leaf.shape):
@@ -511,6 +498,19 @@ def _head(leaf: Leaf) -> Answer | None:
     return ADAMW, "head", reason, leaf.axes
 
 
+def _contradictory(leaf: Leaf) -> Answer | None:
+    """x @ w and einsum("io,io->o", y, w): other axes; both ways, x @ w.T, are one."""
+    assert leaf.axes
+    axes = leaf.axes
+    either = axes, MatrixAxes(axes.batch, axes.output, axes.reduction)
+    known = [x for x in leaf.readings if isinstance(x, MatrixAxes)]
+    if not (others := [x for x in known if x not in either]):
+        return None
+    texts = [numbers_text(x.reduction, x.output) for x in (axes, others[0])]
+    reason = f"it is used as {' and '.join(texts)}{leaf.at(*_PRODUCTS)}"
+    return MUON, "contradictory", reason, None
+
+
 def _fused(leaf: Leaf) -> Answer | None:
     """q, k, v = split(x @ w, 3); gate, up = split(x @ w, 2), silu(gate) * up."""
     found, products = leaf.found, leaf.products
@@ -543,12 +543,12 @@ LABELS: list[Callable[[Leaf], Answer | None]] = [
     _convolved_in_groups,
     _complex,
     _unknown,
-    _contradictory,
     _vector,
     _table,
     _centers,
     _router,
     _head,
+    _contradictory,
     _fused,
     _kernel_of_role,
 ]
