@@ -48,6 +48,28 @@ def flat(p, ids):
     return model(back(0.5 * vector + 0.5 * vector), ids)
 
 
+def in_rows(length):
+    """All parameters as one vector, padded and in rows of this length, and cut out."""
+
+    def new(p, ids):
+        vector, back = ravel_pytree(p)
+        rows = jnp.pad(vector, (3, -(len(vector) + 3) % length)).reshape(-1, length)
+        return model(back((0.5 * rows).reshape(-1)[3 : len(vector) + 3]), ids)
+
+    return new
+
+
+def in_buckets(p, ids):
+    """Each parameter padded to whole rows of one buffer, as an optimizer's buckets."""
+    padded = {n: jnp.pad(w.reshape(-1), (0, -w.size % 16)) for n, w in p.items()}
+    buffer, at, cut = jnp.concatenate([*padded.values()]).reshape(-1, 16), 0, {}
+    for name, w in p.items():
+        size = len(padded[name]) // 16
+        cut[name] = buffer[at : at + size].reshape(-1)[: w.size].reshape(w.shape)
+        at += size
+    return model(cut, ids)
+
+
 def positions(p, ids):
     return net(p, p["emb"][ids] + p["pos"])
 
@@ -353,6 +375,9 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
     "rows mapped": (NET, net, [X], of(lambda w: lax.map(lambda row: 2 * row, w))),
     "a block of one row": (NET, net, [X], by(blocks)),
     "a flat vector": (MODEL, model, [IDS], flat),
+    "rows of a flat vector": (MODEL, model, [IDS], in_rows(7)),
+    "two rows of a flat vector": (MODEL, model, [IDS], in_rows(66)),
+    "buckets": (MODEL, model, [IDS], in_buckets),
     "stacked": ({"a": floats(6, 6), "b": floats(6, 6)}, two, [X], stacked),
     "set in a buffer": (
         NET,

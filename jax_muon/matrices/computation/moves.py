@@ -45,7 +45,13 @@ def _move(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if name == "broadcast_in_dim":
         to = enumerate(params["broadcast_dimensions"])
         source = {place: a for a, place in to if old[a] == new[place]}
-    return values[0].moved(lambda parts: fit(placed(parts, source, new), new))
+    result = values[0].moved(lambda parts: fit(placed(parts, source, new), new))
+    if name == "pad" and not any(inner for *_, inner in params["padding_config"]):
+        result.leaves |= values[0].leaves
+        for a, (low, high, _) in enumerate(params["padding_config"]):
+            for leaf in result.leaves if low or high else ():
+                result.joined_at(leaf, a, int(low), old[a])  # beside zeros
+    return result
 
 
 @rule("copy", "name", "optimization_barrier", "reduce_precision")
@@ -62,7 +68,7 @@ def cut(
     """
     if starts is not None:
         _note_slices(trace, value, old, new, starts)
-        value = value.between(starts, new)
+        value = value.between(old, starts, new)
     single = [a for a in range(len(old)) if new[a] == 1 < old[a]]
 
     def rest(parts: AxisParts) -> AxisParts:

@@ -44,6 +44,10 @@ def axes_in(
     return {x.axis for of_axis in chosen for x in of_axis if x.axis is not None}
 
 
+def _size(of_axis: Iterable[AxisPart]) -> int:
+    return math.prod(x.size for x in of_axis)
+
+
 def free(size: int) -> tuple[AxisPart, ...]:
     """An axis of a value that is no leaf's."""
     return (AxisPart(None, 1, size),) if size > 1 else ()
@@ -71,7 +75,7 @@ def between(
     """
     if not of_axis or of_axis[0].at is None:
         return of_axis
-    at, length = of_axis[0].at, math.prod(x.size for x in of_axis)
+    at, length = of_axis[0].at, _size(of_axis)
     low, high = max(at, start), min(at + length, start + size)
     if low >= high:
         return None
@@ -83,10 +87,10 @@ def between(
 def fitted(of_axis: Sequence[AxisPart], size: int) -> tuple[AxisPart, ...]:
     """The parts of one axis that was cut or padded to this size."""
     is_placed = bool(of_axis) and of_axis[0].at is not None
-    if not of_axis or is_placed or math.prod(x.size for x in of_axis) == size:
+    if not of_axis or is_placed or _size(of_axis) == size:
         return (*of_axis,)
     outer, *inner = of_axis
-    rest = math.prod(x.size for x in inner)
+    rest = _size(inner)
     if size % rest:  # the outer factor has no whole number of elements left
         return (outer._replace(size=size), *(x._replace(size=1) for x in inner))
     return (outer._replace(size=size // rest), *inner)
@@ -94,9 +98,11 @@ def fitted(of_axis: Sequence[AxisPart], size: int) -> tuple[AxisPart, ...]:
 
 def reshaped(parts: AxisParts, old: Shape, new: Shape) -> AxisParts:
     """The parts of the old axes, divided among the new ones."""
+    joined_at = [place for place, of in enumerate(parts) if of and of[0].at is not None]
+    if joined_at:
+        return _reshaped_beside_others(parts, joined_at[0], old, new)
     left: list[AxisPart] = []  # the innermost first
     for before, size in zip(reversed(parts), reversed(old), strict=True):
-        before = tuple(x._replace(at=None) for x in before)
         left += reversed(fitted(before, size) or free(size))
     left = [x for x in left if x.size > 1]
     result = []
@@ -114,6 +120,42 @@ def reshaped(parts: AxisParts, old: Shape, new: Shape) -> AxisParts:
             size //= taken
         result.append(tuple(of_axis))
     return tuple(result)
+
+
+def _place_of_rows(parts: AxisParts) -> int:
+    """The axis of rows that a leaf is on which begins within a row; -1 for others."""
+    last = max((place for place, of_axis in enumerate(parts) if of_axis), default=-1)
+    is_joined = last >= 0 and parts[last][0].at is not None
+    return last if is_joined and last < len(parts) - 1 else -1
+
+
+def _reshaped_beside_others(
+    parts: AxisParts, place: int, old: Shape, new: Shape
+) -> AxisParts:
+    """The same for a leaf in a concatenation, which begins somewhere along an axis.
+
+    Of a (24,) and b (40,) in a vector (64,), as rows (8, 8), b begins in row 3. As rows
+    (4, 16) it begins within one: then all its parts are on the axis of rows, and it
+    begins at 24 of the vector.
+    """
+    first, *others = parts[place]
+    block: AxisParts = ((first._replace(at=None), *others),)
+    sizes, at = [_size(parts[place])], first.at or 0
+    if _place_of_rows(parts) < 0:
+        block, sizes = (*block, *parts[place + 1 :]), [*sizes, *old[place + 1 :]]
+        at *= math.prod(old[place + 1 :])
+    before, size, none = math.prod(old[:place]), math.prod(sizes), ((),) * len(new)
+    for start in [a for a, n in enumerate(new) if n > 1]:
+        if math.prod(new[:start]) == before:
+            unit, rows = math.prod(new[start + 1 :]), new[start + 1 :]
+            if at % unit or size % unit:
+                unit, rows = 1, []
+            own, *rest = reshaped(block, sizes, [size // unit, *rows])
+            first, *others = own or (AxisPart(None, 1, 1),)
+            outside = reshaped(parts[:place], old[:place], new[:start])
+            own = first._replace(at=at // unit), *others
+            return (*outside, own, *rest, *none)[: len(new)]
+    return reshaped((*parts[:place], block[0], *parts[place + 1 :]), old, new)
 
 
 # --- uses and values ------------------------------------------------------------------
@@ -273,8 +315,17 @@ class Value:
         places = [*places]
         return {leaf: axes_in(parts, places) for leaf, parts in self.leaves.items()}
 
-    def between(self, starts: Shape, sizes: Shape) -> "Value":
+    def between(self, old: Shape, starts: Shape, sizes: Shape) -> "Value":
         """The same with the leaves of this part alone."""
+        place = max(map(_place_of_rows, self.leaves.values()), default=-1)
+        if place >= 0:  # all rows as one axis, if the part has whole rows
+            if [*old[place + 1 :]] != [*sizes[place + 1 :]]:
+                return self
+            unit, shapes = math.prod(old[place + 1 :]), (old, starts, sizes)
+            before, start, after = ([*x[:place], x[place] * unit] for x in shapes)
+            vector = self.moved(lambda parts: reshaped(parts, old, before))
+            part = vector.between(before, start, after)
+            return part.moved(lambda parts: reshaped(parts, after, sizes))
         leaves = {}
         for leaf, parts in self.leaves.items():
             inside = [*map(between, parts, starts, sizes)]
@@ -351,8 +402,11 @@ class Value:
         leaves, sides, none = dict(self.leaves), dict(self.sides), ((),) * ndim
         for leaf, parts in other.leaves.items():
             after = parts if len(parts) == ndim else none
-            pairs = zip(leaves.get(leaf, none), after, strict=True)
-            leaves[leaf] = tuple(a if axes_in((a,)) else b for a, b in pairs)
+            pairs = zip(leaves.get(leaf, after), after, strict=True)
+            leaves[leaf] = tuple(
+                a if axes_in((a,)) else b if axes_in((b,)) else a and b
+                for a, b in pairs
+            )
         for leaf, of in other.sides.items():
             own = axes_in(leaves[leaf])  # what is there again is not summed
             both = merged(sides.get(leaf, {}), of)
