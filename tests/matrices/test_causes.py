@@ -635,6 +635,17 @@ def test_a_list_of_matrices_has_a_head():
     assert not by_name["c"]
 
 
+def test_a_head_has_no_need_of_axes():
+    """Two last products may disagree about axis 0, which no optimizer reads."""
+
+    def loss(p, x):
+        shared = jnp.einsum("bi,kio->kbo", x[0], p["head"])
+        return jnp.sum(shared + jnp.einsum("kbi,kio->kbo", x, p["head"]))
+
+    found = jm.find_matrices({"head": floats(3, 6, 8)}, loss, floats(3, 5, 6))
+    assert found["head"].role == "head"
+
+
 def test_a_branch_on_the_number_of_samples_is_an_error():
     """With one sample the loss is another one: neither reading is chosen silently."""
 
