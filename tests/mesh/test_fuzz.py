@@ -108,7 +108,9 @@ def covering(run):
             [(other, value) for value in FEATURES[other]],
         )
     }
-    rng = np.random.default_rng(179 + run)  # for run 0 the seed with the fewest cases
+    # The order of features decides how many cases there are: 43 with seed 179, and more
+    # with all others up to 240, of which the median is 47.
+    rng = np.random.default_rng(179 + run)
     cases = []
     while left:
         chosen = dict(min(left, key=sorted))
@@ -281,7 +283,9 @@ def gradient(kind, shape, dtype, first, rng):
     return np.asarray(x, dtype)
 
 
-@pytest.mark.parametrize("seed", CASES)
+@pytest.mark.parametrize(
+    "seed", CASES, ids=[f"{seed}-{case['recipe']}" for seed, case in CASES.items()]
+)
 def test_cases_are_those_of_one_device(seed):
     case, rng = CASES[seed], np.random.default_rng(seed)
     shapes = draw_shapes(rng)
