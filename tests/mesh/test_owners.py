@@ -93,7 +93,7 @@ def test_describe_tells_what_is_sent(shape, spec):
         assert (between > 0) == ("between hosts: " in str(found)) == (per_host < 8)
     table = str(planned)
     assert "the busiest does 1.00 of an even share" in table
-    assert f"in a step: orthogonalize {total / 1000:.1f} KB" in table
+    assert f"what the loss sends: orthogonalize {total / 1000:.1f} KB" in table
 
 
 def test_no_matrix_is_gathered_and_no_product_computed_twice():
