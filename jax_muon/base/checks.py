@@ -159,20 +159,6 @@ def as_arrays(name: str, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
 
 
-def check_samples(name: str, tree: PyTree, number: int, expected: str) -> None:
-    """Arrays need a first axis that is a multiple of this number.
-
-    On 8 devices (32, 128) passes; (30, 128) and () do not.
-    """
-    for path, x in jax.tree.leaves_with_path(tree):
-        shape = jnp.shape(x)
-        if not shape or shape[0] % number:
-            raise ValueError(
-                f"{name}{jax.tree_util.keystr(path)} has shape {shape}; expected "
-                + expected
-            )
-
-
 def check_params(what: str, params: PyTree) -> None:
     """The parameters must be passed to update."""
     if params is None:

@@ -44,6 +44,12 @@ class Placed:
     state_specs: list[PartitionSpec]  # of gradients and state
     memory_kinds: list[str | None]  # of parameters and updates; None: a device's memory
 
+    @property
+    def shardings(self) -> list[NamedSharding]:
+        """Of the parameters, as JAX spells them."""
+        spell = functools.partial(spelled, self.mesh)
+        return list(map(spell, self.param_specs, self.memory_kinds))
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -81,12 +87,10 @@ class Layout:
         """The mesh; and paths, leaves and their shardings, as the user gave them."""
         leaves, where = trees.leaves_with_paths(tree), self.where
         if isinstance(where, Mesh):  # which can be called, too
-            everywhere = NamedSharding(where, PartitionSpec())
-            if AxisType.Auto in where.axis_types:
-                return where, [(path, x, everywhere) for path, x in leaves]
-            return where, [
-                (path, x, NamedSharding(where, _shown(path, x))) for path, x in leaves
-            ]
+            explicit = AxisType.Explicit in where.axis_types
+            specs = [_shown(*leaf) if explicit else PartitionSpec() for leaf in leaves]
+            rows = zip(leaves, specs, strict=True)
+            return where, [(*leaf, NamedSharding(where, spec)) for leaf, spec in rows]
         where = where(tree) if trees.is_function(where) else where
         by_path = dict(trees.leaves_with_paths(where, is_leaf=lambda x: x is None))
         mesh = _mesh_of(by_path)

@@ -9,7 +9,7 @@ parameters, and updates go out sharded like these.
 import contextlib
 import itertools
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -23,12 +23,11 @@ from jaxtyping import PyTree
 
 from jax_muon.base import array_types, checks, facts
 from jax_muon.base.dtypes import sent_dtype
-from jax_muon.base.specs import AxisName, checked_axes, dividing, spelled
+from jax_muon.base.specs import AxisName, dividing, spelled
 from jax_muon.mesh import hardware, wrappers, xla_options
-from jax_muon.mesh.layout import MIN_SIZE, Layout, Placed, Shaped, Where, readings
+from jax_muon.mesh.layout import MIN_SIZE, Layout, Placed, Where, readings
 
 Updated = tuple[optax.Updates, optax.OptState]
-_TWICE = "it is in on_mesh already; expected one on_mesh, around all other transforms"
 
 
 def on_mesh(
@@ -87,14 +86,9 @@ def on_mesh(
       True
     """
     tx = checks.as_transform("tx", tx)
-    if isinstance(tx, OnMesh):
-        raise ValueError(f"tx: {_TWICE}")
     if devices_per_host is not None:
         checks.check_count("devices_per_host", devices_per_host)
     checks.check_float_dtype("gather_dtype", gather_dtype)
-    if isinstance(where, Mesh):  # else at init, which sees parameters
-        checked_axes("divide", divide, where)
-        _check_types(where)
     layout = Layout(where, divide, min_size, readings(tx))
     optimizer = MeshOptimizer(tx, layout, gather_dtype, devices_per_host)
     transform = OnMesh(optimizer.init, optimizer.update)
@@ -228,17 +222,9 @@ class MeshOptimizer:
         """Shapes, dtypes and shardings of the parameters and of the state."""
         params = checks.as_arrays("params", params)
         placed = self.layout.place(params)
-
-        def at(x: Shaped, spec: PartitionSpec, kind: str | None = None) -> Shaped:
-            sharding = spelled(placed.mesh, spec, kind)
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        treedef: PyTreeDef = jax.tree.structure(params)
-        rows = jax.tree.leaves(params), placed.param_specs, placed.memory_kinds
         state = self._typed_state(params, placed)
-        return treedef.unflatten(map(at, *rows)), jax.tree.map(
-            lambda x: at(x, jax.typeof(x).sharding.spec), state
-        )
+        shapes = with_shardings(params, placed.shardings)
+        return shapes, with_shardings(state, _shown(state, placed.mesh))
 
     def _typed_state(self, params: optax.Params, placed: Placed) -> optax.OptState:
         """The state's types; JAX remembers them, and a step does not trace `init`."""
@@ -252,7 +238,9 @@ class MeshOptimizer:
         """Inside, types of arrays show how they are sharded."""
         _check_types(mesh)
         if array_types.surroundings().users_mesh is not None:
-            raise ValueError(f"on_mesh inside of on_mesh: {_TWICE}")
+            raise ValueError(
+                "on_mesh inside of on_mesh; expected one, around all other transforms"
+            )
         known = {
             "users_mesh": jax.sharding.get_abstract_mesh(),
             "devices_per_host": self.devices_per_host(mesh),
@@ -268,13 +256,18 @@ class MeshOptimizer:
 
 def typed(params: PyTree, placed: Placed, specs: Sequence[PartitionSpec]) -> PyTree:
     """Shapes of parameters, with specs in their types."""
-    leaves, treedef = jax.tree.flatten(params)
     mesh = _explicit_mesh(placed.mesh)
-    shapes = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-        for x, spec in zip(leaves, specs, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, shapes)
+    return with_shardings(params, [NamedSharding(mesh, spec) for spec in specs])
+
+
+def with_shardings(tree: PyTree, shardings: Iterable[NamedSharding]) -> PyTree:
+    """Shapes and dtypes of arrays, with a sharding for each leaf."""
+    treedef: PyTreeDef
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(
+        jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding)
+        for x, sharding in zip(leaves, shardings, strict=True)
+    )
 
 
 def typed_state(tx: optax.GradientTransformation, params: PyTree, on: Placed) -> PyTree:
@@ -310,6 +303,11 @@ def _explicit_mesh(mesh: Mesh) -> AbstractMesh:
     return _outer_mesh(mesh).update_axis_types(kinds)
 
 
+def _shown(tree: PyTree, mesh: Mesh) -> list[NamedSharding]:
+    """How the leaves are sharded, as their types show."""
+    return [spelled(mesh, jax.typeof(x).sharding.spec) for x in jax.tree.leaves(tree)]
+
+
 def _on_users_axes(
     tree: PyTree, mesh: Mesh, kinds: Sequence[str | None] | None = None
 ) -> PyTree:
@@ -319,13 +317,12 @@ def _on_users_axes(
     """
     treedef: PyTreeDef
     leaves, treedef = jax.tree.flatten(tree)
-    specs, outer = [jax.typeof(x).sharding.spec for x in leaves], _outer_mesh(mesh)
+    shardings, outer = _shown(leaves, mesh), _outer_mesh(mesh)
     if outer != _explicit_mesh(mesh):
         with jax.sharding.use_abstract_mesh(outer):
             leaves = jax.reshard(leaves, PartitionSpec())  # types say nothing again
     elif AxisType.Auto in mesh.axis_types:
         return tree  # in a user's own explicit_axes
-    shardings = [spelled(mesh, spec) for spec in specs]
     # The only way to name the devices that works on both kinds of axes.
     leaves = jax.jit(lambda x: x, out_shardings=shardings)(leaves)
     rows = zip(leaves, shardings, kinds or [None] * len(leaves), strict=True)

@@ -138,15 +138,11 @@ def scan_layers(
 
     exchange = _collectives if in_shards else _constraints
     gather, *scatters = map(for_all_leaves, exchange(mesh, names, leaves, comm))
-    whose = "a first axis of samples, which the devices divide, or local_batch=False"
 
     def on_device(carry: PyTree, shards: list[Array], divided: list[Array]) -> PyTree:
         first = jax.eval_shape(lambda x: gather([y[0] for y in x]), shards)
         trace = jax.make_jaxpr(block, return_shape=True)
         closed, results = trace(carry, treedef.unflatten(first))
-        if local_batch:
-            name = "local_batch=True: the output of block"
-            checks.check_samples(name, results[1], 1, whose)
 
         # What the block closes over becomes an argument, so that it gets a gradient.
         def run(consts: list[Array], carry: PyTree, layer: list[Array]) -> PyTree:
@@ -158,8 +154,6 @@ def scan_layers(
         return scan(closed.consts, carry, shards, divided)
 
     if local_batch:
-        devices = devices_over(names, mesh.shape)
-        checks.check_samples("local_batch=True: carry", carry, devices, whose)
         batch, by_layer = PartitionSpec(names), PartitionSpec(None, names)
         shard_specs, shard_grad_specs = (
             [PartitionSpec(None, *only(spec, names)) for spec in x]

@@ -30,11 +30,11 @@ from jaxtyping import PyTree
 from jax_muon.base import checks, jaxprs, trees
 from jax_muon.base.array_types import is_explicit, setting
 from jax_muon.base.dtypes import is_key, wide
-from jax_muon.base.specs import dividing, spelled
+from jax_muon.base.specs import dividing
 from jax_muon.mesh import xla_options
 from jax_muon.mesh.communicator import Communicator, Scans
 from jax_muon.mesh.layout import Placed
-from jax_muon.mesh.on_mesh import OnMesh, Updated, on_devices
+from jax_muon.mesh.on_mesh import OnMesh, Updated, on_devices, with_shardings
 
 Step = tuple[optax.Params, optax.OptState, dict[str, PyTree]]  # the last: metrics
 
@@ -228,17 +228,16 @@ class TrainStep:
             check_vma=False,
         )(jax.tree.leaves(params), batch, others)
         grads, extra = treedef.unflatten(grads), {"value": metrics["loss"], **maxima}
-        optimizer = self.tx.optimizer
-        updates, state = optimizer.update_on(placed, grads, state, params, **extra)
+        here = dataclasses.replace(placed, memory_kinds=[None] * len(placed.paths))
+        optimizer = self.tx.optimizer  # whose updates stay in the devices' memory
+        updates, state = optimizer.update_on(here, grads, state, params, **extra)
         after = jax.tree.map(
             lambda old, new: new if jnp.issubdtype(old.dtype, jnp.inexact) else old,
             params,
-            optax.apply_updates(params, on_devices(updates)),
+            optax.apply_updates(params, updates),
         )
         if any(placed.memory_kinds):  # back to the host
-            leaf_sharding = functools.partial(spelled, mesh)
-            places = map(leaf_sharding, placed.param_specs, placed.memory_kinds)
-            after = jax.device_put(after, treedef.unflatten(places))
+            after = jax.device_put(after, treedef.unflatten(placed.shardings))
         return after, state, metrics
 
     def _communicator(self, placed: Placed) -> Communicator:
@@ -280,17 +279,16 @@ class TrainStep:
         # Of the parameters with each mark: the spec of a layer, or None to gather all.
         found = collections.defaultdict[str, set[PartitionSpec | None]](set)
         for spec, leaf_uses in zip(specs, uses, strict=True):
-            held = len(leaf_uses) == 1 and not any(spec[:1])
+            held = len(leaf_uses) == 1 and any(spec) and not any(spec[:1])
             for use in leaf_uses:
                 found[use.mark].add(PartitionSpec(*spec[1:]) if held else None)
         layer_specs = {
             mark: spec
-            for mark, several in found.items()
-            for spec in several
-            if mark and len(several) == 1 and spec is not None and any(spec)
+            for mark, (spec, *others) in found.items()
+            if mark and spec is not None and not others
         }
-        marks = [{use.mark for use in leaf_uses} - {""} for leaf_uses in uses]
-        numbers = [next(iter(x & layer_specs.keys()), None) for x in marks]
+        marks = [leaf_uses[0].mark if leaf_uses else "" for leaf_uses in uses]
+        numbers = [mark if mark in layer_specs else None for mark in marks]
         for path, spec, leaf_uses, number in zip(
             placed.paths, specs, uses, numbers, strict=True
         ):
@@ -320,7 +318,9 @@ class TrainStep:
 
         specs = PartitionSpec(), axes, PartitionSpec()
         shapes = [
-            jax.tree.map(functools.partial(_shape, NamedSharding(mesh, spec)), tree)
+            with_shardings(
+                tree, [NamedSharding(mesh, spec)] * len(jax.tree.leaves(tree))
+            )
             for tree, spec in zip((params, batch, others), specs, strict=True)
         ]
         look = jax.shard_map(
@@ -350,15 +350,17 @@ class TrainStep:
     def _check_batch(self, placed: Placed, batch: PyTree) -> None:
         """Arrays need a first axis that the devices divide; warn if these differ."""
         number = placed.mesh.size * self._microbatches
-        expected = (
-            f"arrays whose leading axis is a multiple of {number}, the devices "
-            f"({placed.mesh.size}) times the microbatches ({self._microbatches}); what "
-            "has no samples goes into others: step(params, state, batch, *others)"
-        )
-        checks.check_samples("batch", batch, number, expected)
         sizes: dict[int, str] = {}
         for path, x in jax.tree.leaves_with_path(batch):
-            sizes.setdefault(len(x), f"batch{jax.tree_util.keystr(path)} {x.shape}")
+            name, shape = f"batch{jax.tree_util.keystr(path)}", jnp.shape(x)
+            if not shape or shape[0] % number:
+                raise ValueError(
+                    f"{name} has shape {shape}; expected arrays whose leading axis is "
+                    f"a multiple of {number}, the devices ({placed.mesh.size}) times "
+                    f"the microbatches ({self._microbatches}); what has no samples "
+                    "goes into others: step(params, state, batch, *others)"
+                )
+            sizes.setdefault(shape[0], f"{name} {shape}")
         if len(sizes) > 1:
             warnings.warn(
                 f"{' and '.join(sizes.values())} have different first axes, and each "
@@ -566,11 +568,6 @@ def _type(x: ArrayLike) -> Hashable:
     """What decides where a leaf is: on Explicit axes also how its type is sharded."""
     spec = jax.typeof(x).sharding.spec if is_explicit(x) else None
     return jnp.shape(x), jnp.result_type(x), spec
-
-
-def _shape(sharding: NamedSharding, x: ArrayLike) -> jax.ShapeDtypeStruct:
-    shape, dtype = jnp.shape(x), jnp.result_type(x)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def _check_alive(params: optax.Params, state: optax.OptState) -> None:

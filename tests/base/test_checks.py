@@ -99,8 +99,6 @@ WRONG = {
     "='float16'; expected one of 'float64'": lambda: muon(mu_dtype="float16"),
     "adjust_lr_fn='rms'; expected": lambda: muon(adjust_lr_fn="rms"),
     "='float32'; expected one of 'int8'": lambda: jm.keep_residual(muon(), "float32"),
-    "divide={'data'}; expected a string, or": lambda: on_mesh(divide={"data"}),
-    "divide='model'; expected axes": lambda: on_mesh(divide="model"),
     "labels of groups=['muon']; expected others than": lambda: muon(
         groups={"muon": muon()}
     ),
@@ -127,6 +125,8 @@ WRONG = {
     ),
 }
 WRONG |= {  # at init,
+    "divide={'data'}; expected a string, or": lambda: init(on_mesh(divide={"data"})),
+    "divide='model'; expected axes": lambda: init(on_mesh(divide="model")),
     "static_args=('ns_steps',)": lambda: init(injected(ns_steps=5)),
     "static_args=('polar',)": lambda: init(injected(polar=jm.PolarExpress())),
     "such as PolarExpress(); under optax.inject_hyperparams name it": lambda: init(

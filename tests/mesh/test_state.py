@@ -149,6 +149,9 @@ def test_memory_kinds_in_a_step():
     tx = jm.on_mesh(optax.sgd(1.0), where)
     step = jm.make_train_step(lambda p, x: jnp.mean(x @ p["w"]), tx)
     placed, state = step.init(params)
+    args = placed, state, jnp.ones((8, 64))
+    program = str(step._jit(*args).trace(*args).jaxpr)
+    assert program.count("device_put[") == 2  # to the devices, and back
     for _ in range(2):
         assert placed["w"].sharding.memory_kind == "pinned_host"
         placed, state, _ = step(placed, state, jnp.ones((8, 64)))
