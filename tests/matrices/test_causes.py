@@ -277,8 +277,16 @@ def softmax_above(threshold):
     return lambda p, x: experts(p, x, softmax)
 
 
-def heads(p, x, scores=lambda q, k: jnp.einsum("qhd,khd->hqk", q, k)):
-    q, k, v = (jnp.einsum("ti,ihd->thd", x, p[name]) for name in "qkv")
+def project(x, w):
+    return jnp.einsum("ti,ihd->thd", x, w)
+
+
+def project_in_turns(x, w):
+    return lax.map(lambda w: x @ w, w.swapaxes(0, 1)).swapaxes(0, 1)
+
+
+def heads(p, x, scores=lambda q, k: jnp.einsum("qhd,khd->hqk", q, k), project=project):
+    q, k, v = (project(x, p[name]) for name in "qkv")
     weights = jax.nn.softmax(scores(q, k))
     return jnp.sum(jnp.einsum("hqk,khd->qhd", weights, v).reshape(5, -1) @ p["out"])
 
@@ -362,6 +370,17 @@ def recurrent(p, x, inverse=lambda n: 1 / n):
     return jnp.sum(y @ p["out"])
 
 
+def of_members(p, x, product=jnp.matmul):
+    """Members that see one input, and a layer of each after it."""
+    h = jnp.tanh(jnp.einsum("ti,eio->eto", x, p["w"]))
+    return jnp.sum(jnp.tanh(product(h, p["v"])) @ p["out"])
+
+
+def one_member_at_a_time(h, w):
+    return lax.map(lambda pair: pair[0] @ pair[1], (h, w))
+
+
+TWO = {"w": floats(6, 8), "v": floats(8, 8), "out": floats(8, 3)}
 ROW = np.arange(6)[:, None]
 LAYERS = [floats(6, 8), floats(8, 8), floats(8, 8)]
 HEADS = dict.fromkeys("qkv", floats(6, 2, 4)) | {"out": floats(8, 3)}
@@ -571,6 +590,18 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         heads,
         [X],
         functools.partial(heads, scores=one_by_one),
+    ),
+    "heads in turns": (
+        HEADS,
+        heads,
+        [X],
+        functools.partial(heads, project=project_in_turns),
+    ),
+    "members in turns": (
+        members(TWO),
+        of_members,
+        [X],
+        functools.partial(of_members, product=one_member_at_a_time),
     ),
     "mixed matrices rolled": (
         EXPERTS,

@@ -174,9 +174,12 @@ def _batched(found: Evidence, edge: Edge) -> None:
 
 
 def _in_turns(found: Evidence, edge: Edge) -> None:
-    """Outputs one by one, as lax.map(lambda c: x @ c, w.T); rows of w in each turn."""
+    """Outputs one by one, as lax.map(lambda c: x @ c, w.T); rows of w in each turn.
+
+    Or heads (24, 4, 6) one by one: what they give lies side by side again.
+    """
     left = [x for x in found.sides[edge.use].values() if x != {BATCH}]
-    if all(x == {IN} for x in left) or left == [{INNER}]:
+    if edge.about or all(x == {IN} for x in left) or left == [{INNER}]:
         found.revise(edge.use, dict.fromkeys(edge.axes, OUT))
 
 

@@ -13,6 +13,7 @@ from jax_muon.matrices.computation.moves import cut, reduced
 from jax_muon.matrices.computation.trace import ELEMENTWISE, RULES, Trace, rule
 from jax_muon.matrices.computation.values import (
     AxisPart,
+    Edge,
     Use,
     Value,
     axes_in,
@@ -25,10 +26,14 @@ from jax_muon.matrices.computation.values import (
 def _scan(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     constants, start = jaxprs.scan_starts(eqn)
     body, length, rows = eqn.params["jaxpr"].jaxpr, eqn.params["length"], []
-    for value, v in zip(values[start:], eqn.invars[start:], strict=True):
-        over = {(leaf, a) for leaf, axes in value.axes_in([0]).items() for a in axes}
+    arrays = [x.axes_in([0]).items() for x in values[start:]]
+    turning = [{(leaf, a) for leaf, axes in x for a in axes} for x in arrays]
+    for value, v, over in zip(values[start:], eqn.invars[start:], turning, strict=True):
         for leaf, axis in over:
             trace.scan(leaf, axis, eqn)
+        if any(x is not over and x for x in turning):  # h[i] @ w[i] of outputs h
+            for use, parts in value.outputs.items():
+                trace.note("batched", use, axes_in(parts, [0]))
         row = cut(trace, value, shape_of(v), (1, *shape_of(v)[1:]))
         row = replace(row, rows=value.rows | dict.fromkeys(over, id(eqn)))
         rows.append(row.moved(lambda parts: parts[1:]))
@@ -38,19 +43,23 @@ def _scan(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         carry = [reduced(trace, eqn, y, x, [0]) for y in carry]
     ys = [y.moved(lambda parts: (free(length), *parts)) for y in ys]
     for y, x in itertools.product(ys, values[start:]):
-        _put_together(y, x)
+        for use, axes in _put_together(y, x).items() if not carry else ():
+            if Edge("in turns", use, axes) in trace.edges:
+                trace.note("in turns", use, axes, about="side by side")
     return [*carry, *ys]
 
 
-def _put_together(y: Value, x: Value) -> None:
+def _put_together(y: Value, x: Value) -> dict[Use, frozenset[int]]:
     """Rows that a scan makes of the rows of another array have its first axis.
 
     `lax.map(lambda c: x @ c, w.T)` puts the outputs of w, one by one, together again.
+    Returns the axes of such outputs.
     """
     for leaf in y.leaves.keys() & x.leaves.keys():
         first, own = x.leaves[leaf][:1], axes_in(y.leaves[leaf])
         if not axes_in(y.leaves[leaf], [0]) and not axes_in(first) & own:
             y.leaves[leaf] = (*first, *y.leaves[leaf][1:])
+    outputs = {}
     for result, parts in y.results.items() if y.data else ():
         if isinstance(result, Use):
             first = x.leaves.get(result.path, ())[:1]
@@ -60,6 +69,9 @@ def _put_together(y: Value, x: Value) -> None:
             first = tuple((AxisPart(i, 1, 2),) for i in of if len(of) == 1)
         if first and not axes_in(parts, [0]):
             y.results[result] = (*first, *parts[1:])
+            if isinstance(result, Use):
+                outputs[result] = frozenset(axes_in(first))
+    return outputs
 
 
 @rule("while")
