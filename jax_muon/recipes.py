@@ -260,7 +260,8 @@ def muon(
         `optax.contrib.muon` does; see `nesterov`.
       adjust_lr_fn: the factor of a shape: "original", max(1, out/in)^0.5;
         "match_rms_adamw", 0.2 max(in, out)^0.5; "spectral_norm", (out/in)^0.5; None, 1;
-        or a function of (in, out).
+        or a function of (in, out), which `optax.inject_hyperparams` would call as a
+        schedule, with one argument, unless static_args names it.
       ns_steps: number of quintics of the polar factor, a Python integer; None for 5.
       dtype: of the polar iteration; None for "bfloat16", fast on GPUs. "float32" is
         exact.
