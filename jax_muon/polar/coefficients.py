@@ -52,7 +52,7 @@ def factored(a: float, b: float, c: float) -> Coefficients:
     c, also in float64.
     """
     b = b if abs(b) > abs(c) * 2.0**-60 else c * 2.0**-60
-    return a, b, c / b if c else 0.0
+    return a, b, c / b if b else 0.0
 
 
 def polar_express_coefficients(
