@@ -659,6 +659,20 @@ def test_waves_beside_functions_of_other_parameters():
     assert labels == dict(codes="adamw", f="muon", out="adamw", v="muon", w="muon")
 
 
+def test_a_first_state_is_used():
+    """A memory (6, 8) that every turn of a loop rewrites."""
+
+    def loss(p, x):
+        def turn(memory, x):
+            return 0.9 * memory + jnp.outer(x, x @ memory), x @ memory
+
+        _, y = lax.scan(turn, p["w"], x)
+        return jnp.sum(jnp.tanh(y) @ p["out"])
+
+    found = jm.find_matrices(NET, loss, X)
+    assert [found[path].role for path in ("out", "w")] == ["head", "elementwise"]
+
+
 def test_a_list_of_matrices_has_a_head():
     names = dict(zip("abc", LAYERS, strict=True))
     by_name = reading(names, lambda p, x: in_a_list([p["a"], p["b"], p["c"]], x), [X])

@@ -31,6 +31,7 @@ loss of a function of x and the parameters alone. An answer is
 from tests.programs import (  # noqa: F401
     attention,
     experts,
+    kinds,
     later,
     layers,
     losses,

@@ -383,7 +383,10 @@ def _note_attention(
         weights.results.items() if not trace.is_transposed(eqn) else ()
     ):
         keys = axes_in(parts, along)
-        if isinstance(scores, Scores) and weights.is_exponential and len(keys) == 1:
+        if not isinstance(scores, Scores) or not weights.is_exponential:
+            continue
+        # Three softmaxes (16, 3, 96) may be mixed: a sum over three, not over keys.
+        if len(keys) == 1 and keys <= trace.normalized.get(scores, keys):
             _attend(trace, scores, min(keys), weights, along, values)
 
 

@@ -130,7 +130,7 @@ def _repeat(
         return replace(x, turns=x.turns - {loop}, rows=rows)
 
     rows = turning(rows)
-    seen = trace.seen()
+    seen, first = trace.seen(), carry
     for _ in range(len(carry) + 2):  # a fact may take a turn for each part of it
         trace.forget(seen)  # of the first turns, which may see zeros instead of data
         results = trace.call(eqn, body, [*constants, *turning(carry), *rows])
@@ -140,6 +140,9 @@ def _repeat(
         facts = functools.partial(_facts, trace)
         if list(map(facts, before)) == list(map(facts, carry)):
             break
+    for value, after in zip(first, carry, strict=True):
+        if value.leaves and not after.leaves:  # a memory that data rewrites
+            trace.use(value, "elementwise", eqn)
     return carry, results[len(carry) :]
 
 

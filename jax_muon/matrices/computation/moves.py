@@ -14,6 +14,7 @@ from jax_muon.matrices.computation.values import (
     CONSTANT,
     SUMMED,
     AxisParts,
+    Scores,
     Shape,
     Value,
     axes_in,
@@ -328,6 +329,9 @@ def _reduce(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     for use in along if name == "reduce_sum" and not trace.is_transposed(eqn) else ():
         if use.kind == "elementwise" and along[use]:
             trace.feed(value, use.path)
+    for x, parts in value.results.items() if name == "reduce_sum" else ():
+        if isinstance(x, Scores) and value.is_exponential:
+            trace.normalized[x] |= axes_in(parts, axes)
     places = range(len(shape_of(eqn.invars[0])))
     left = [a for a in places if a not in axes or name == "cumsum"]
     result = value.moved(lambda parts: tuple(parts[a] for a in left))
