@@ -680,6 +680,21 @@ def test_a_list_of_matrices_has_a_head():
     assert not by_name["c"]
 
 
+def test_products_of_many_parameters():
+    """Each factor of five has its inputs where it meets the one before."""
+    sizes, names = (6, 5, 4, 7, 8, 3), "abcde"
+    pairs = zip(names, sizes, sizes[1:], strict=False)
+    factors = {name: floats(m, n) for name, m, n in pairs} | {"out": floats(3, 2)}
+
+    def loss(p, x):
+        product = functools.reduce(jnp.matmul, [p[name] for name in names])
+        return jnp.sum(jnp.tanh(x @ product) @ p["out"])
+
+    found = jm.find_matrices(factors, loss, X)
+    axes = [found[name].axes for name in names]
+    assert [(x.reduction, x.output) for x in axes] == 5 * [((0,), (1,))]
+
+
 def test_a_head_has_no_need_of_axes():
     """Two last products may disagree about axis 0, which no optimizer reads."""
 

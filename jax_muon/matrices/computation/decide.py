@@ -633,7 +633,6 @@ def _matrix_axes(leaf: Leaf, use: Use) -> MatrixAxes | str:
         if INNER in x:
             inner = _inner_side(use, axis, leaf.trace, found, {use.path})
             sides[axis] = x = x - {INNER} | {inner}
-    _resolve_constants(sides)
     if len(alone := [axis for axis, x in sides.items() if x != {BATCH}]) == 1:
         sides[alone[0]] = {IN}  # a vector, whatever is done to it
     for axis, x in sides.items():
@@ -671,12 +670,3 @@ def _inner_side(
                 if a != at and INNER in x:
                     return _inner_side(twin, a, trace, found, {*seen, path})
     return IN
-
-
-def _resolve_constants(sides: dict[int, set[str]]) -> None:
-    """An axis that only constants meet is on the side that is missing."""
-    constant = [axis for axis, x in sides.items() if x == {CONSTANT}]
-    known = set().union(*(x for x in sides.values() if x != {CONSTANT}))
-    missing = next((side for side in (IN, OUT) if side not in known), BATCH)
-    for axis in constant:
-        sides[axis] = {missing}
