@@ -106,7 +106,7 @@ def partition(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        params = None if params is None else checks.as_arrays("params", params)
+        params = checks.as_arrays("params", params)
         checks.check_gradients(updates, params)
         updates = trees.as_wide_as_params(updates, params)
         tx = build(updates, read_tree(updates))
