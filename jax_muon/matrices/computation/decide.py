@@ -385,10 +385,12 @@ def _place(x: Parameter, trace: Trace) -> tuple[object, ...]:
 def _depth(uses: Iterable[Use]) -> int:
     """How deep in gradients the uses are that count: 0, if the loss itself has some.
 
-    Weight decay, a sum of squares, and opaque kernels do not count beside others.
+    Weight decay, a sum of squares or of the largest, and opaque kernels do not count
+    beside others.
     """
     uses = [*uses]
-    shown = [use for use in uses if use.kind in _PRODUCTS] or uses
+    shown = [use for use in uses if use.kind != "opaque" and use.left]
+    shown = [use for use in shown if use.primitive not in ("sort", "top_k")] or uses
     return min(use.depth for use in shown)
 
 
@@ -456,8 +458,9 @@ def _unknown(leaf: Leaf) -> Answer | None:
 
 
 def _vector(leaf: Leaf) -> Answer | None:
-    """x @ w of (in, 1)."""
-    if not leaf.axes or 1 not in leaf.axes.fan(leaf.shape):
+    """x @ w of (in, 1), in all its products."""
+    known = [x for x in leaf.readings if isinstance(x, MatrixAxes)]
+    if not all(1 in x.fan(leaf.shape) for x in known):
         return None
     return ADAMW, "vector", f"one row or column, {leaf.first}", leaf.axes
 
