@@ -241,6 +241,15 @@ def members(tree):
     return jax.tree.map(lambda x: floats(4, *x.shape), tree)
 
 
+def before_frozen(p, x):
+    """A last product whose result a frozen matrix takes, which the loss closes over."""
+    return jnp.sum(jnp.tanh(x @ p["w"]) @ p["out"] @ FROZEN)
+
+
+def of_global_ids(p):
+    return model(p, np.arange(5))
+
+
 def rows_of_a_buffer(x, w):
     y = jnp.zeros((len(x), w.shape[1]))
     return lax.fori_loop(0, len(x), lambda i, y: y.at[i].set(x[i] @ w), y)
@@ -381,6 +390,7 @@ def one_member_at_a_time(h, w):
 
 
 TWO = {"w": floats(6, 8), "v": floats(8, 8), "out": floats(8, 3)}
+FROZEN = np.ones((3, 7), np.float32)
 ROW = np.arange(6)[:, None]
 LAYERS = [floats(6, 8), floats(8, 8), floats(8, 8)]
 HEADS = dict.fromkeys("qkv", floats(6, 2, 4)) | {"out": floats(8, 3)}
@@ -609,6 +619,8 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         [X],
         functools.partial(smear, roll=lambda x, axis: jnp.roll(x, 1, axis)),
     ),
+    "a frozen matrix in a jit": (NET, before_frozen, [X], jax.jit(before_frozen)),
+    "data in a jit": (MODEL, of_global_ids, [], jax.jit(of_global_ids)),
     "a metric in a loop": (NET, with_metric, [X], in_while_loop(with_metric)),
 }
 OTHERWISE = {  # parameters, loss, arguments: and others of which the same holds

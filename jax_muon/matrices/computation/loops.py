@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jax_muon.base import jaxprs
 from jax_muon.base.jaxprs import shape_of
@@ -25,7 +25,7 @@ from jax_muon.matrices.computation.values import (
 @rule("scan")
 def _scan(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     constants, start = jaxprs.scan_starts(eqn)
-    body, length, rows = eqn.params["jaxpr"].jaxpr, eqn.params["length"], []
+    body, length, rows = eqn.params["jaxpr"], eqn.params["length"], []
     arrays = [x.axes_in([0]).items() for x in values[start:]]
     turning = [{(leaf, a) for leaf, axes in x for a in axes} for x in arrays]
     for value, v, over in zip(values[start:], eqn.invars[start:], turning, strict=True):
@@ -78,7 +78,7 @@ def _put_together(y: Value, x: Value) -> dict[Use, frozenset[int]]:
 def _while(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     start = eqn.params["cond_nconsts"]
     end = start + eqn.params["body_nconsts"]
-    body = eqn.params["body_jaxpr"].jaxpr
+    body = eqn.params["body_jaxpr"]
     return _repeat(trace, eqn, body, values[start:end], values[end:], [])[0]
 
 
@@ -86,7 +86,7 @@ def _while(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
 def _cond(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     trace.routes(values[0], values[1:])
     functions = eqn.params["branches"]
-    branches = [trace.call(eqn, x.jaxpr, values[1:]) for x in functions]
+    branches = [trace.call(eqn, x, values[1:]) for x in functions]
     meet = functools.partial(_meet, trace, eqn)
     return [functools.reduce(meet, results) for results in zip(*branches, strict=True)]
 
@@ -108,13 +108,13 @@ def _linear_solve(
     both = [{leaf for x in of for leaf in x.leaves} for of in (matrix, right)]
     if both[0] == both[1] and len(both[0]) == 1:
         return [*right, *others]
-    return [*trace.call(eqn, functions.vecmat.jaxpr, [*matrix, *right]), *others]
+    return [*trace.call(eqn, functions.vecmat, [*matrix, *right]), *others]
 
 
 def _repeat(
     trace: Trace,
     eqn: JaxprEqn,
-    body: Jaxpr,
+    body: ClosedJaxpr,
     constants: Sequence[Value],
     carry: list[Value],
     rows: Sequence[Value],

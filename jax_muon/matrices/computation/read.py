@@ -64,20 +64,24 @@ def follow(
 ) -> Trace:
     """The uses of every parameter in a function, whose last inputs are `constants`."""
     given = jaxpr.invars[len(shapes) :]
-    avals = [cast(ShapedArray, v.aval) for v in given]
-    is_key = [_is_key(v, jaxpr) for v in given]
     count = len(given) - len(constants)
+    is_key = [_is_key(v, jaxpr) for v in given]
+    avals = [cast(ShapedArray, v.aval) for v in given]
     # Without arrays among its arguments, a function closes over its data.
-    pairs = zip(avals[:count], is_key, strict=False)
+    pairs = [*zip(avals, is_key, strict=True)][:count]
     is_alone = not any(aval.ndim and not key for aval, key in pairs)
+
+    def closed_over(array: Array, key: bool = False) -> Value:
+        is_data = is_alone and not key and not dtypes.is_key(array.dtype)
+        value = _given(array, is_data)
+        return value if is_data else replace(value, numbers=lambda: array)
+
     values = [_of_leaf(path, shape) for path, shape in shapes.items()]
-    for i, (aval, key) in enumerate(zip(avals, is_key, strict=True)):
-        is_data = (is_alone or i < count) and not key
-        known = () if is_data or i < count else constants[i - count : i - count + 1]
-        values.append(_given(aval, is_data, *known))
+    values += [_given(aval, not key) for aval, key in pairs]
+    values += map(closed_over, constants, is_key[count:])
     inputs: dict[str, str] = {}
     while True:  # until no further leaf turns out to be like data
-        trace, before = Trace(shapes, inputs), len(inputs)
+        trace, before = Trace(shapes, inputs, closed_over), len(inputs)
         trace.run(jaxpr, values)
         if len(inputs) == before:
             return trace
@@ -156,8 +160,7 @@ def _is_key(v: Var, jaxpr: Jaxpr) -> bool:
     return any(use.operation == "random_wrap" for use in uses)
 
 
-def _given(aval: ShapedArray, is_data: bool, *numbers: Array) -> Value:
-    is_float = jnp.issubdtype(aval.dtype, jnp.inexact) or aval.dtype.itemsize == 1
-    given_floats = aval.ndim > 0 and bool(is_float)  # eight bits: a quantized matrix
-    value = Value(data=is_data, given_floats=given_floats)
-    return replace(value, numbers=lambda: numbers[0]) if numbers else value
+def _given(x: Array | ShapedArray, is_data: bool) -> Value:
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize == 1
+    given_floats = x.ndim > 0 and bool(is_float)  # eight bits: a quantized matrix
+    return Value(data=is_data, given_floats=given_floats)

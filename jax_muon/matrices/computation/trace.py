@@ -16,8 +16,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.typing import ArrayLike
+from jaxtyping import Array
 
 from jax_muon.base import jaxprs
 from jax_muon.base.jaxprs import shape_of
@@ -66,13 +67,18 @@ class Trace:
       normalized: the operands of scores along which a sum of exponentials was taken.
       met: the axes of other leaves that an axis of a leaf was contracted with.
       inputs: leaves that are used like data, such as learned queries: where.
+      closed_over: the value of an array that a function inside `jit` closes over.
     """
 
     def __init__(
-        self, shapes: dict[str, tuple[int, ...]], inputs: dict[str, str]
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        inputs: dict[str, str],
+        closed_over: Callable[[Array], Value],
     ) -> None:
         self.shapes = shapes
         self.inputs = inputs
+        self.closed_over = closed_over
         self.uses: dict[str, dict[int, Use]] = {path: {} for path in shapes}
         self.edges: dict[Edge, None] = {}
         self.inputs_of: dict[Use, set[Use]] = collections.defaultdict(set)
@@ -84,11 +90,13 @@ class Trace:
         self._numbers: dict[tuple[object, ...], tuple[int, str]] = {}
         self._calls: tuple[JaxprEqn, ...] = ()  # the operations around this one
 
-    def run(self, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
-        """The results of a function."""
+    def run(
+        self, jaxpr: Jaxpr, values: Sequence[Value], arrays: Sequence[Array] = ()
+    ) -> list[Value]:
+        """The results of a function, which closes over `arrays`."""
         jaxpr = jaxprs.needed(jaxpr)
-        known = dict.fromkeys(jaxpr.constvars, Value())
-        known |= zip(jaxpr.invars, values, strict=True)
+        known = dict(zip(jaxpr.invars, values, strict=True))
+        known |= zip(jaxpr.constvars, map(self.closed_over, arrays), strict=True)
 
         def read(v: jaxprs.Operand) -> Value:
             if isinstance(v, Literal):
@@ -102,10 +110,12 @@ class Trace:
             known.update(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def call(self, eqn: JaxprEqn, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
+    def call(
+        self, eqn: JaxprEqn, function: ClosedJaxpr, values: Sequence[Value]
+    ) -> list[Value]:
         """The results of a function that an operation calls."""
         before, self._calls = self._calls, (*self._calls, eqn)
-        results = self.run(jaxpr, values)
+        results = self.run(function.jaxpr, values, function.consts)
         self._calls = before
         return results
 
@@ -114,7 +124,7 @@ class Trace:
         if name not in _JOINING:
             values = [*map(self._settled, values)]
         if name not in RULES and (closed := jaxprs.called(eqn)) is not None:
-            return self.call(eqn, closed.jaxpr, values)
+            return self.call(eqn, closed, values)
         result = RULES.get(name, RULES[ELEMENTWISE])(self, eqn, values)
         results = result if isinstance(result, list) else [result] * len(eqn.outvars)
         results = [*map(self._without_taken, results)]
