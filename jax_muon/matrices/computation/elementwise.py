@@ -17,7 +17,6 @@ from jax_muon.matrices.computation.values import (
     EXPONENTIAL,
     LOG,
     LOG_SOFTMAX,
-    OUT,
     RECIPROCAL,
     SOFTMAX,
     AxisPart,
@@ -337,9 +336,9 @@ def _note_scales_of_its_own_leaf(op: Operation) -> None:
     All that v and u come from are uses of w, which are no products of the model.
     """
     for value in op.active if op.name in SCALES and len(op.made) == 1 else ():
-        # A norm has no outputs left; tanh'(x @ w) * w[0], of a Laplacian, has.
-        axes = [(use, a) for use, of in value.outputs.items() for a in axes_in(of)]
-        if any(use.sides.get(a) == {OUT} for use, a in axes):
+        # A norm has lost outputs; tanh'(x @ w), beside w in a Laplacian, has all.
+        shapes, outputs = op.trace.shapes, value.outputs.items()
+        if any(x.path and x.is_whole(of, shapes[x.path]) for x, of in outputs):
             continue
         own: set[Use] = set()
         more = {*value.sources}
