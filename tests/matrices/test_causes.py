@@ -237,6 +237,23 @@ def mean_of_members(loss):
     return lambda p, *args: jax.vmap(lambda p: loss(p, *args))(p).mean()
 
 
+def in_a_loop(loss):
+    """The sum over members, which a loop takes by their number."""
+
+    def new(p, *args):
+        def body(i, y):
+            return y + loss(jax.tree.map(lambda w: w[i], p), *args)
+
+        return lax.fori_loop(0, 4, body, 0.0)
+
+    return new
+
+
+def gated(p, x):
+    hidden = jnp.tanh(x @ p["w"])
+    return jnp.sum((jax.nn.sigmoid(hidden @ p["gate"])[:, None] * hidden) @ p["out"])
+
+
 def members(tree):
     return jax.tree.map(lambda x: floats(4, *x.shape), tree)
 
@@ -612,6 +629,12 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         of_members,
         [X],
         functools.partial(of_members, product=one_member_at_a_time),
+    ),
+    "members by their numbers": (
+        members({**NET, "gate": floats(8)}),
+        mean_of_members(gated),
+        [X],
+        in_a_loop(gated),
     ),
     "mixed matrices rolled": (
         EXPERTS,

@@ -200,7 +200,7 @@ def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
             result.one_hot = True
         return result
     if not index.data:
-        return value
+        return replace(value, turns=value.turns | index.turns)
     tables = [leaf for leaf in value.leaves if trace.cut_off(value, leaf)]
     if len(tables) == 1:  # of a table times a matrix
         trace.note_input(value, eqn)
