@@ -196,8 +196,8 @@ def whole_step(
             return jax.lax.scan(body, x, layers)
         if layout not in IN_JIT or shardings is None:  # in a step, or to be read
             return jm.scan_layers(body, x, layers)
-        given = {"shardings": shardings[name], "axis": batch, "local_batch": True}
-        return jm.scan_layers(body, x, layers, **given)
+        where = shardings[name]
+        return jm.scan_layers(body, x, layers, shardings=where, axis=batch)
 
     loss_fn = functools.partial(loss, head=head, scan=scan)
     sequence = jax.ShapeDtypeStruct((1, length + 1), jnp.int32)

@@ -5,7 +5,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon.base import checks
 
@@ -14,9 +14,9 @@ AxisName = str | tuple[str, ...]
 Sizes = Mapping[str, int]  # of mesh axes, by name
 
 
-def checked_axes(name: str, axis: Any, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+def checked_axes(name: str, axis: Any, mesh: Mesh) -> tuple[str, ...]:
     """One or several axes of a mesh as a tuple, each once; all of them for None."""
-    checks.check_kind("mesh", mesh, (Mesh, AbstractMesh), "a jax.sharding.Mesh")
+    checks.check_kind("mesh", mesh, Mesh, "a jax.sharding.Mesh")
     every = mesh.axis_names
     names = checks.as_strings(name, every if axis is None else axis)
     if not {*names} <= {*every} or len({*names}) < len(names):

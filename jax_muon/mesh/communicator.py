@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 from jax import Array
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_muon.base.dtypes import sent_dtype, wide
@@ -16,7 +16,7 @@ from jax_muon.base.specs import only, spec_names
 class Communicator:
     """How arrays are sent over mesh axes; see `make_train_step`."""
 
-    mesh: Mesh | AbstractMesh
+    mesh: Mesh
     axes: tuple[str, ...]  # that divide the batch
     gather_dtype: DTypeLike | None = None
     reduce_dtype: DTypeLike | None = None
@@ -47,19 +47,13 @@ class Communicator:
         if not rest:  # nothing is sent, nor rounded for that
             return wide(g)
         g = g.astype(sent_dtype(dtype, self.reduce_dtype))
-        if platform_of(self.mesh) == "cpu":
+        if self.mesh.devices.flat[0].platform == "cpu":
             g = wide(g)  # as XLA:CPU would; it crashes if the mesh has other axes
         for axis, names in enumerate(only(spec, rest)):
             if names:
                 g = jax.lax.psum_scatter(g, names, scatter_dimension=axis, tiled=True)
         rest = [name for name in rest if name not in spec_names(spec)]
         return wide(jax.lax.psum(g, rest) if rest else g)
-
-
-def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """The platform of its devices; for a mesh of types, of this process's devices."""
-    on = jax.devices() if isinstance(mesh, AbstractMesh) else mesh.devices.flat
-    return str(on[0].platform)
 
 
 @dataclasses.dataclass

@@ -191,7 +191,9 @@ def _mesh_of(by_path: Mapping[str, NamedSharding | None]) -> Mesh:
     if len(meshes) > 1:
         names = [f"{name} on {mesh}" for mesh, name in meshes.items()]
         checks.refuse("meshes of where", names, _EXPECTED)
-    return next(iter(meshes))
+    (mesh,) = meshes
+    checks.check_kind("the mesh of where", mesh, Mesh, _EXPECTED)  # not of a type
+    return mesh
 
 
 def _at(by_path: Mapping[str, NamedSharding | None], path: str) -> NamedSharding | None:

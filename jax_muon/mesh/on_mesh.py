@@ -236,7 +236,11 @@ class MeshOptimizer:
     @contextlib.contextmanager
     def _explicit_axes(self, mesh: Mesh) -> Iterator[None]:
         """Inside, types of arrays show how they are sharded."""
-        _check_types(mesh)
+        if len(set(mesh.axis_types)) > 1:
+            raise ValueError(
+                f"a mesh whose axes {mesh.axis_names} are {mesh.axis_types}; expected "
+                "Auto for all, or Explicit for all"
+            )
         if array_types.surroundings().users_mesh is not None:
             raise ValueError(
                 "on_mesh inside of on_mesh; expected one, around all other transforms"
@@ -274,20 +278,6 @@ def typed_state(tx: optax.GradientTransformation, params: PyTree, on: Placed) ->
     """Types of the state of any transform, one around `on_mesh` say, on its mesh."""
     with jax.sharding.use_abstract_mesh(_explicit_mesh(on.mesh)):
         return jax.eval_shape(tx.init, typed(params, on, on.param_specs))
-
-
-def _check_types(mesh: Mesh | AbstractMesh) -> None:
-    if isinstance(mesh, AbstractMesh):
-        raise ValueError(
-            "where has shardings of types, whose mesh names no devices; expected those "
-            "of arrays, jax.tree.map(lambda p: p.sharding, params), or a "
-            "jax.sharding.Mesh"
-        )
-    if len(set(mesh.axis_types)) > 1:
-        raise ValueError(
-            f"a mesh whose axes {mesh.axis_names} have the types {mesh.axis_types}; "
-            "expected Auto for all, or Explicit for all"
-        )
 
 
 def _outer_mesh(mesh: Mesh) -> AbstractMesh:

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from jax_muon.base import checks, jaxprs
-from jax_muon.base.array_types import is_explicit, surroundings
+from jax_muon.base.array_types import surroundings
 from jax_muon.base.dtypes import wide
 from jax_muon.base.specs import (
     AxisName,
@@ -40,7 +40,6 @@ from jax_muon.mesh.communicator import Communicator
 from jax_muon.mesh.layout import MIN_SIZE, Layout, Shaped, Where
 
 Function = Callable[..., PyTree]
-Meshes = Mesh | AbstractMesh
 Spec = PartitionSpec
 # Of a leaf of one layer: how it is sharded, and its gradient, and its dtype.
 Leaf = tuple[PartitionSpec, PartitionSpec, np.dtype]
@@ -53,31 +52,30 @@ def scan_layers(
     *,
     shardings: Where | None = None,
     axis: AxisName | None = None,
-    local_batch: bool = False,
 ) -> tuple[PyTree[Array], PyTree[Array]]:
     """`jax.lax.scan(block, carry, layers)` that gathers each layer while another runs.
 
+    Each device runs `block` on its own samples: axis 0 of every array in `carry` and in
+    the outputs must be the batch, which the devices divide, and samples must not
+    interact. The block may use arrays of samples from `carry` alone: all others arrive
+    whole; on Explicit axes it uses none but its arguments. Put `jax.checkpoint` around
+    it, or copies of a layer in another dtype are kept. It has reverse-mode derivatives
+    only.
+
     In the loss of `make_train_step` it needs nothing else: the step knows how layers
-    are sharded, and ignores the other arguments. In plain jit `shardings` says it. Put
-    `jax.checkpoint` around `block`, or copies of a layer in another dtype are kept. It
-    has reverse-mode derivatives only.
+    are sharded, and ignores the other arguments. In plain jit `shardings` says it;
+    without them it is `jax.lax.scan`. In your own shard_map a layer's gradient is
+    summed over the mesh axes that divide the layer, and no others.
 
     Args:
       block: `block(carry, layer)` returns the next carry and an output, as for a scan.
       carry: the carry of the first layer.
       layers: a tree of arrays (layers, ...): weights, and others that do not depend on
         the sample. Keys of samples belong into `carry`.
-      shardings: of `layers`, as `where` of `on_mesh`, such as `fsdp` returns. None: as
-        types show on Explicit axes; on others it is `jax.lax.scan`.
+      shardings: of `layers`, as `where` of `on_mesh`, such as `fsdp` returns; on
+        Explicit axes the mesh will do.
       axis: mesh axes over which layers are gathered, and which divide the batch; None
         for all. Over others, such as "tp", a layer stays sharded.
-      local_batch: run `block` under shard_map on each device's samples: one collective
-        for each layer, which from 64 devices on saves most of the waiting. Axis 0 of
-        every array in `carry` and in the outputs must be the batch, which `axis`
-        divides, and samples must not interact. The block may use arrays of samples from
-        `carry` alone: all others arrive whole; on Explicit axes it uses no others.
-        Inside `make_train_step` and your own shard_map it is always so, and a layer's
-        gradient is summed over the mesh axes that divide the layer, and no others.
 
     Returns:
       The last carry, and the stacked outputs.
@@ -85,7 +83,8 @@ def scan_layers(
     Raises:
       ValueError: an axis that the mesh lacks; with the path, a leaf that is no array, a
         sharding that does not fit, or one that shards the axis of layers over `axis`;
-        different numbers of layers; arrays without a batch that `local_batch` promises.
+        different numbers of layers; by shard_map, a carry whose first axis the devices
+        do not divide.
 
     Examples:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
@@ -104,40 +103,37 @@ def scan_layers(
         checks.refuse("first axes of layers", sorted(lengths), expected)
     treedef: PyTreeDef
     flat, treedef = jax.tree.flatten(layers)
-    comm, manual = None, set[str]()
-    if scans := surroundings().scans:
+    scans, on_shards = surroundings().scans, True
+    if scans:
         comm, specs, numbers = scans.comm, scans.specs, scans.numbers(len(flat))
-        mesh, names, local_batch = comm.mesh, comm.axes, False
         layer_specs = grad_specs = [specs.get(x, PartitionSpec()) for x in numbers]
         flat = list(map(jaxprs.marked, flat, numbers))
+    elif shardings is None:
+        return _plain_scan(block, carry, layers)
     else:
-        if shardings is None:
-            shardings = _shardings_of_types(layers)
-        if shardings is None:
-            return _plain_scan(block, carry, layers)
         layout = Layout(shardings)
         mesh, rows = layout.leaf_shardings(layers)
         names = checked_axes("axis", axis, mesh)
-        manual = {*jax.sharding.get_abstract_mesh().manual_axes} & {*names}
-        if manual:  # shards are smaller than what the specs are of
-            names, local_batch = tuple(n for n in names if n in manual), False
+        inside = {*jax.sharding.get_abstract_mesh().manual_axes} & {*names}
+        if on_shards := bool(inside):  # shards are smaller than what the specs are of
+            names = tuple(name for name in names if name in inside)
         else:
             layout.place(layers)  # checks that they fit
-        layer_specs, grad_specs = _layer_specs(rows, mesh, names, local_batch)
-    in_shards = local_batch or comm is not None or bool(manual)
-    is_sharded = local_batch or any(map(any, layer_specs))
+        comm = Communicator(mesh, names)
+        layer_specs, grad_specs = _layer_specs(rows, comm, divide=not on_shards)
+    is_sharded = any(map(any, layer_specs)) or not on_shards
     if not is_sharded or (0,) in lengths:
         return _plain_scan(block, carry, treedef.unflatten(flat))
     leaves = [*zip(layer_specs, grad_specs, (x.dtype for x in flat), strict=True)]
 
-    def for_all_leaves(function: Function) -> Function:
+    def of_all(function: Function) -> Function:
         return lambda layer: [
             None if x is None else function(x, *leaf)
             for x, leaf in zip(layer, leaves, strict=True)
         ]
 
-    exchange = _collectives if in_shards else _constraints
-    gather, *scatters = map(for_all_leaves, exchange(mesh, names, leaves, comm))
+    exchange = _exchange(comm, leaves, in_step=scans is not None)
+    gather, *scatters = map(of_all, exchange)
 
     def on_device(carry: PyTree, shards: list[Array], divided: list[Array]) -> PyTree:
         first = jax.eval_shape(lambda x: gather([y[0] for y in x]), shards)
@@ -153,18 +149,18 @@ def scan_layers(
         scan = _scan(run, gather, scatters, results)
         return scan(closed.consts, carry, shards, divided)
 
-    if local_batch:
-        batch, by_layer = PartitionSpec(names), PartitionSpec(None, names)
+    if not on_shards:
+        batch, by_layer = PartitionSpec(comm.axes), PartitionSpec(None, comm.axes)
         shard_specs, shard_grad_specs = (
-            [PartitionSpec(None, *only(spec, names)) for spec in x]
+            [PartitionSpec(None, *only(spec, comm.axes)) for spec in x]
             for x in (layer_specs, grad_specs)
         )
         on_device = jax.shard_map(
             on_device,
-            mesh=mesh,
+            mesh=comm.mesh,
             in_specs=(batch, shard_specs, shard_grad_specs),
             out_specs=(batch, by_layer),
-            axis_names={*names},
+            axis_names={*comm.axes},
             check_vma=False,
         )
     with jax.named_scope(jaxprs.SCAN_LAYERS):
@@ -179,16 +175,14 @@ def _plain_scan(
 
 
 def _layer_specs(
-    rows: Sequence[tuple[str, Shaped, NamedSharding]],
-    mesh: Mesh,
-    names: tuple[str, ...],
-    divide: bool,
+    rows: Sequence[tuple[str, Shaped, NamedSharding]], comm: Communicator, divide: bool
 ) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
     """How each leaf of one layer is sharded over these mesh axes, and its gradient.
 
     With `divide` they divide gradients further.
     """
-    layer_specs, grad_specs, sizes = [], [], mesh.shape
+    layer_specs, grad_specs = [], []
+    names, sizes = comm.axes, comm.mesh.shape
     for path, x, sharding in rows:
         spec = sharding.spec
         if any(only(spec, names)[:1]):
@@ -203,18 +197,8 @@ def _layer_specs(
     return layer_specs, grad_specs
 
 
-def _shardings_of_types(layers: PyTree[Array]) -> PyTree[NamedSharding] | None:
-    """How types show that layers are sharded, or None if they do not."""
-    shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, layers)
-    explicit = any(map(is_explicit, jax.tree.leaves(layers)))
-    return shardings if explicit else None
-
-
-def _collectives(
-    mesh: Meshes,
-    names: tuple[str, ...],
-    leaves: Sequence[Leaf],
-    step: Communicator | None,
+def _exchange(
+    comm: Communicator, leaves: Sequence[Leaf], in_step: bool
 ) -> tuple[Function, ...]:
     """How a device gathers an array over these mesh axes, and scatters its gradient.
 
@@ -222,17 +206,17 @@ def _collectives(
     with experts on 1024 GPUs products then wait 34 ms less. Outside of a step the
     shard_map sums a gradient over the axes that do not divide it.
     """
-    comm = step or Communicator(mesh, names)
+    mesh, names = comm.mesh, comm.axes
 
     def gather(x: Array, spec: Spec, *_: object) -> Array:
         return _beside(names, spec, functools.partial(comm.gather, spec=spec))(x)
 
     def others(spec: Spec, grad_spec: Spec) -> tuple[str, ...]:
-        axes = comm.axes if step and any(spec) else spec_names(only(grad_spec, names))
+        axes = names if in_step and any(spec) else spec_names(only(grad_spec, names))
         return tuple(name for name in axes if name not in spec_names(spec))
 
     def over_shards(g: Array, spec: Spec, grad_spec: Spec, dtype: np.dtype) -> Array:
-        if step and any(spec):  # before the sum: eight of 9000 overflow float16
+        if in_step and any(spec):  # before the sum: eight of 9000 overflow float16
             g = wide(g) / mesh.size
         axes = spec_names(only(spec, names))
         scatter = functools.partial(comm.scatter, spec=spec, dtype=dtype, axes=axes)
@@ -266,25 +250,6 @@ def _beside(
     return jax.shard_map(
         exchange, in_specs=rest, out_specs=rest, axis_names=manual, check_vma=False
     )
-
-
-def _constraints(
-    mesh: Meshes, names: tuple[str, ...], *_: object
-) -> tuple[Function, ...]:
-    """The same by sharding constraints, for XLA to carry out."""
-    context = jax.sharding.get_abstract_mesh()
-    on = mesh if context.empty else context
-    explicit = AxisType.Explicit in mesh.axis_types
-    place = jax.reshard if explicit else jax.lax.with_sharding_constraint
-    rest = {*mesh.axis_names} - {*names}
-
-    def gather(x: Array, spec: Spec, *_: object) -> Array:
-        return place(x, NamedSharding(on, only(spec, rest))) if any(spec) else x
-
-    def scatter(g: Array, spec: Spec, grad_spec: Spec, *_: object) -> Array:
-        return place(g, NamedSharding(on, grad_spec)) if any(spec) else g
-
-    return gather, scatter
 
 
 def _scan(

@@ -28,7 +28,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from jax_muon.base import checks, jaxprs, trees
-from jax_muon.base.array_types import is_explicit, setting
+from jax_muon.base.array_types import setting
 from jax_muon.base.dtypes import is_key, wide
 from jax_muon.base.specs import dividing
 from jax_muon.mesh import xla_options
@@ -252,7 +252,7 @@ class TrainStep:
         Warns of layers that are passed to it and yet must be gathered whole.
         """
         leaves, treedef = jax.tree.flatten((params, batch, others))
-        key = treedef, *map(_type, leaves)
+        key = treedef, *map(jax.typeof, leaves)  # on Explicit axes with shardings
         if key not in self._known:
             placed = self.tx.optimizer.layout.place(params)
             self._known[key] = self._look(placed, params, batch, others)
@@ -519,7 +519,7 @@ def _outputs(
         loss, weight = _pair("weighted", loss)
         weight = checks.as_scalar("the weight of loss_fn", weight, "a real scalar")
         weight = jnp.asarray(weight, float)
-        weight = jax.lax.stop_gradient(jnp.where(weight < 0, jnp.nan, weight))
+        weight = jnp.where(weight < 0, jnp.nan, weight)
     entries = aux if isinstance(aux, Mapping) else {}
     if not {*max_aux} <= {*entries}:
         expected = f"entries of the auxiliary output, which has {[*entries]}"
@@ -562,12 +562,6 @@ def _pair(flag: str, output: PyTree) -> PyTree:
 
 def _times(tree: PyTree[Array], factor: Array) -> PyTree[Array]:
     return jax.tree.map(lambda x: x * factor.astype(x.dtype), tree)
-
-
-def _type(x: ArrayLike) -> Hashable:
-    """What decides where a leaf is: on Explicit axes also how its type is sharded."""
-    spec = jax.typeof(x).sharding.spec if is_explicit(x) else None
-    return jnp.shape(x), jnp.result_type(x), spec
 
 
 def _check_alive(params: optax.Params, state: optax.OptState) -> None:

@@ -44,9 +44,7 @@ def step(out=0.0, x=np.ones(8), **given):  # noqa: B008
 
 def scan(specs=P(), layers=np.ones((4, 8)), x=np.ones((8, 8)), output=None):  # noqa: B008
     block = lambda x, layer: (x, output and output(x))  # noqa: E731
-    batch = specs == P()
-    shardings = case.at(mesh_of(4), specs)
-    jm.scan_layers(block, x, layers, shardings=shardings, local_batch=batch)
+    jm.scan_layers(block, x, layers, shardings=case.at(mesh_of(4), specs))
 
 
 ALONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -64,7 +62,11 @@ REFUSED = [
         "where for 'w'=Single.*; expected .*device_put(",
     ),
     (on_mesh, {"where": {"w": None}}, "where=None; expected a mesh, or a jax.shard"),
-    (on_mesh, {"where": OF_TYPES}, "mesh names no devices; expected those of arrays"),
+    (
+        on_mesh,
+        {"where": OF_TYPES},
+        "the mesh of where=AbstractMesh(.*; expected .*device_put(",
+    ),
     (on_mesh, {"where": TWO}, "meshes of where=.*'v' on Mesh(.*'w' on Mesh("),
     (on_mesh, {"specs": {"up": P()}}, "has nothing for parameter 'w'; there are up"),
     (on_mesh, {"divide": ("data", "data")}, "axes of the mesh, .* each once"),
@@ -99,7 +101,7 @@ REFUSED = [
         {"layers": {"a": np.ones((4, 8)), "b": np.ones((3, 8))}},
         "first axes of layers=[(3,), (4,)]; expected one",
     ),
-    # By `shard_map`, with local_batch=True.
+    # By `shard_map`:
     (scan, {"x": np.ones((6, 8))}, "args[0] of shape .*[6,8], .* not evenly divide 6"),
     (scan, {"x": (np.ones(8), 0.0)}, "args[0][1], .* 'carry: .* has rank 0"),
     (scan, {"output": jnp.sum}, "out_specs[1] is .*'data') .* has rank 1"),

@@ -85,14 +85,16 @@ def test_gradients_of_stacks(alone, where, x64):
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_beside_tensor_parallelism(kind, x64):
-    """On Auto axes by specs, on Explicit ones by types; "tp" stays where it is."""
+    """Over "tp", layers stay sharded on Auto axes; on Explicit ones they are whole."""
     mesh = mesh_of(4, 2, names=("data", "tp"), kind=kind)
     args, layers = case.drawn(), {"w": P(None, "data"), "b": P(None, "data")}
     if kind == AUTO:
         layers["w"] = P(None, "data", "tp")
+    else:  # a block must not use other arrays
+        del args[0]["scale"]
     specs = {"layers": layers, "head": P(), "scale": P()}
-    given = layers | {"keys": P()} if kind == AUTO else None
-    loss = case.scanning(losses.with_keys, mesh, given, axis="data")
+    specs = {name: specs[name] for name in args[0]}
+    loss = case.scanning(losses.with_keys, mesh, layers | {"keys": P()}, axis="data")
     found = in_jit(loss, args, mesh, specs)
     case.assert_gradients(found, losses.with_keys, args)
 
@@ -125,7 +127,10 @@ def test_each_device_by_itself(form, x64):
     params, x = case.drawn()
     if form == "Explicit":  # a block must not use other arrays
         del params["scale"], specs["scale"]
-    divided = case.scanning(losses.with_keys, mesh, layers, local_batch=True, **how)
+    divided = case.scanning(losses.with_keys, mesh, layers, **how)
+    if form == "Explicit":  # types show how layers are sharded
+        scan = functools.partial(jm.scan_layers, shardings=mesh)
+        divided = functools.partial(losses.with_keys, scan=scan)
     batch = P(how.get("axis", mesh.axis_names))
     found = in_jit(divided, (params, x), mesh, specs, batch)
     case.assert_gradients(found, losses.with_keys, (params, x))
@@ -156,16 +161,16 @@ def test_in_a_shard_map_of_ones_own(x64):
 
 
 @pytest.mark.filterwarnings("ignore:no parameter is a matrix")
-@pytest.mark.parametrize("how", [None, {}, {"local_batch": True}])
+@pytest.mark.parametrize("how", [None, {}, {"shardings": case.at(mesh_of(8), P())}])
 def test_the_reading_finds_layers_and_shardings_avoid_them(how):
     """Eight layers, which eight devices would divide first."""
     params = {"layers": {"w": jnp.ones((8, 8, 16, 8))}, "head": jnp.ones((128, 24))}
-    mesh, everywhere = mesh_of(8), case.at(mesh_of(8), P())
+    mesh = mesh_of(8)
 
     def loss(params, x):
         scan = jax.lax.scan
         if how is not None:
-            scan = functools.partial(jm.scan_layers, shardings=everywhere, **how)
+            scan = functools.partial(jm.scan_layers, **how)
         block = lambda x, w: (jnp.einsum("bi,ijk,bj->bk", x, w, x @ w[0].T), None)  # noqa: E731
         y = scan(block, x, params["layers"]["w"])[0]
         return jnp.mean(jnp.tile(y, 16) @ params["head"])
@@ -248,7 +253,7 @@ def test_a_layer_is_not_gathered_over_the_axes_of_tensor_parallelism():
     mesh = mesh_of(4, 2, names=("data", "tp"))
     specs = {"up": P(None, "data", "tp"), "down": P(None, "tp", "data")}
     shapes = {"up": (3, 64, 256), "down": (3, 256, 64)}
-    how = {"axis": "data", "local_batch": True}
+    how = {"axis": "data"}
     how["shardings"] = {k: NamedSharding(mesh, spec) for k, spec in specs.items()}
 
     def loss(layers, x):
