@@ -112,6 +112,7 @@ def find_matrices(
       >>> by_rules.labels(params) == matrices.labels(params)
       True
     """
+    splits = dict(splits or {})
     scalar = getattr(params, "shape", None) == ()
     if params is None or (scalar and jnp.issubdtype(params.dtype, jnp.integer)):
         expected = "the parameters, or their shapes"
@@ -120,7 +121,7 @@ def find_matrices(
     if function is None:
         readings = [_unread(path, x) for path, x in shapes.items()]
     else:
-        uses = _by_function(params, function, args, splits or {})
+        uses = _by_function(params, function, args, splits)
         readings = [x for x in uses if x.path in shapes]
     ruled = apply_rules(rules, readings)
     if unused := [x.path for x in ruled.values() if _is_unused_matrix(x)]:
@@ -137,7 +138,6 @@ def find_matrices(
             raise ValueError(text)
         warnings.warn(f"{text}\nThey get the label {ADAMW!r}", stacklevel=2)
         ruled |= {x.path: dataclasses.replace(x, label=ADAMW) for x in doubtful}
-    splits = dict(splits or {})
     checks.check_choice("heads", heads, ("joined", "apart"))
     if heads == "apart":
         if joins is not None:

@@ -183,7 +183,7 @@ class Matrices(Mapping[str, Parameter]):
 
     def __getitem__(self, path: str) -> Parameter:
         if path not in self.parameters:
-            names = ", ".join(self.parameters) or "none"
+            names = ", ".join(self.parameters)
             vector = "" if path else ", not a flat vector: unflatten it first"
             raise KeyError(
                 f"parameter {path!r} was not read, only {names}; expected the tree "
@@ -206,9 +206,8 @@ class Matrices(Mapping[str, Parameter]):
         rows = [["parameter", "shape", "role", "as matrices", "label", "why"]]
         for x in self.values():
             matrices = sizes_text(x.sizes) if x.label != ADAMW else "-"
-            reason = (x.label == MUON and x.doubt) or x.reason
             shape = shape_text(x.shape)
-            rows.append([x.path, shape, x.role, matrices, x.label, reason])
+            rows.append([x.path, shape, x.role, matrices, x.label, x.reason])
         return "\n".join(aligned(rows))
 
     def axes(self, path: str) -> MatrixAxes:

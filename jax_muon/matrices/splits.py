@@ -103,7 +103,7 @@ class Split:
         if not isinstance(parts, (int, Mapping)):
             parts = dict.fromkeys(parts, size // max(len(parts), 1))
         if isinstance(parts, int):
-            fits = parts > 0 and size % parts == 0
+            fits = size % parts == 0
         else:
             fits = sum(parts.values()) == size and min(parts.values(), default=0) > 0
         if not fits:

@@ -230,7 +230,7 @@ def _heads(
     for path, shape in shapes.items():
         count = heads if path in queries else key_heads
         fits = outputs[path] in ((count * head_dim,), (count, head_dim))
-        if shape[start:end] != layers or not fits or not count or heads % count:
+        if shape[start:end] != layers or not fits or heads % count:
             raise ValueError(
                 f"clip_qk: parameter {path!r} of shape {shape} does not fit max_logits "
                 f"of {name!r} of shape {logits}; expected max_logits (*layers, heads) "

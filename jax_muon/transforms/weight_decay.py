@@ -120,7 +120,7 @@ def mask_by_path(mask: Mask, tree: optax.Params) -> dict[str, bool]:
     absent = {path: x for path, x in leaves.items() if _is_absent(x)}
     used = {trees.nearest_prefix(entries, path) for path in leaves}
     unused = [x for x in entries if not (x in used or trees.nearest_prefix(absent, x))]
-    if unused and leaves:
+    if unused:
         raise ValueError(
             f"the mask of the weight decay has {', '.join(unused)}; expected "
             f"parameters, or modules around them: {', '.join(leaves)}"
@@ -148,7 +148,7 @@ def decaying(mask: Mask, tree: optax.Params) -> Callable[[str], bool]:
         if where not in entries:
             raise ValueError(
                 f"the mask of the weight decay says nothing of parameter {path!r}, but "
-                f"of {', '.join(entries) or 'none'}; expected True or False for each "
+                f"of {', '.join(entries)}; expected True or False for each "
                 "parameter, or for a module that it is in"
             )
         if isinstance(entries[where], str):  # a label, say, which would be true

@@ -79,6 +79,12 @@ WRONG = {
         PARAMS, rules={"wte": "adamw", "*": "muon"}
     ).axes("wte"),
     "parts={'q'}; expected names in their order": lambda: jm.Split({"q"}),
+    "parts='qkv'; expected names in their order": lambda: jm.Split("qkv"),
+    "parts={'q': 1.5}; expected names in their order": lambda: jm.Split({"q": 1.5}),
+    "decay (beta2 of a recipe)=1.0; expected": lambda: nanochat(beta2=1.0),
+    "labels of groups=['adamw']; expected others": lambda: nanochat(
+        groups={"adamw": optax.sgd(0.1)}
+    ),
     "parts=12; expected names in their order, or names with widths, or Split.heads": (
         lambda: jm.Split(12)
     ),
@@ -196,11 +202,17 @@ WRONG |= {  # or at update
         muon(adjust_lr_fn=lambda *fan: -1.0)
     ),
     "made None of shape None out": lambda: step(muon(polar=lambda x: (x, x))),
+    "made complex64 of shape (1, 4, 6) out": lambda: step(
+        muon(polar=lambda x: x.astype("complex64"))
+    ),
     "of shape (1, 6, 4) out of float32 of shape (1, 4, 6)": lambda: step(
         jm.orthogonalize(lambda x: x.mT)
     ),
     "'w' of shape (4, 6) was read with (6, 4)": lambda: step(
         muon(matrices=known({"w": jnp.ones((6, 4))}))
+    ),
+    "'w' of shape (3, 4, 6) was read with (4, 6)": lambda: init(
+        muon(matrices=known(MATRIX)), {"w": jnp.ones((3, 4, 6))}
     ),
     "hyperball needs the parameters": lambda: jm.hyperball(0.1).update(MATRIX, None),
     "keep_residual needs the parameters": lambda: jm.keep_residual(muon()).update(

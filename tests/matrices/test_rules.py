@@ -300,3 +300,27 @@ def test_dots_in_a_key_separate_modules_as_slashes_do():
 def test_a_rule_of_one_array_whose_path_is_empty():
     assert jm.find_matrices(jnp.ones((4, 6)), rules="muon")[""].sizes == (1, 4, 6)
     assert jm.find_matrices(jnp.ones(3), rules="adamw")[""].label == "adamw"
+
+
+def test_a_tree_of_labels_may_have_integers_as_keys():
+    params = {0: {"w": floats(4, 8)}, 1: {"w": floats(4, 8)}}
+    matrices = jm.find_matrices(params, rules={0: "muon", 1: "adamw"})
+    assert {x.path: x.label for x in matrices.values()} == {
+        "0/w": "muon",
+        "1/w": "adamw",
+    }
+
+
+def test_dimension_numbers_leave_the_axis_of_a_scan():
+    """Experts (layers, experts, in, out) are a batch of both, and a scan of layers."""
+
+    def loss(params, x):
+        def layer(x, w):
+            return jnp.mean(jnp.einsum("bi,eio->ebo", x, w), axis=0), None
+
+        return jnp.sum(jax.lax.scan(layer, x, params["up"])[0] ** 2)
+
+    params = {"up": floats(3, 2, 8, 8)}
+    rules = {"up": Numbers(-2, -1)}
+    up = jm.find_matrices(params, loss, floats(5, 8), rules=rules)["up"]
+    assert (up.axes.batch, up.scanned, up.scan) == ((0, 1), (0,), "lax.scan")

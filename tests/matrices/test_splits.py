@@ -72,22 +72,24 @@ def test_parts_that_devices_do_not_divide(split):
 
 def test_rules_are_about_whole_parameters():
     """(embed, 3 heads, 4) of 1 query head and 2 others; parts of parts in layers."""
-    params = trees.normal({"w": (6, 3, 4), "b": (10, 4), "qkv": (3, 6, 24)})
+    shapes = {"w": (6, 3, 4), "b": (10, 4), "qkv": (3, 6, 24), "wte": (10, 6)}
+    params = trees.normal(shapes)
     by_heads, stacks = MuonDimensionNumbers(0, (1, 2)), MuonDimensionNumbers(-2, -1)
     matrices = jm.find_matrices(
         params,
-        rules={"w": by_heads, "b": "adamw", "qkv": stacks},
+        rules={"w": by_heads, "b": "adamw", "qkv": stacks, "wte": "adamw"},
         splits={
             "w": jm.Split({"q": 1, "kv": 2}, axis=1),
             "b": jm.Split(("x", "y"), axis=0),
             "qkv": jm.Split(("q", "k", "v")),
             "qkv/q": jm.Split.heads(2),
+            "wte": jm.Split.heads(3),
         },
     )
     tx = RECIPES["nanochat"](matrices=matrices)
     found = jm.describe(tx, params).parameters
     assert {x.parameter.path: x.matrices for x in found} == {
-        **{"w/q": (1, 6, 4), "w/kv": (1, 6, 8), "b/x": None, "b/y": None},
+        **{"w/q": (1, 6, 4), "w/kv": (1, 6, 8), "b/x": None, "b/y": None, "wte": None},
         **{"qkv/q": (6, 6, 4), "qkv/k": (3, 6, 8), "qkv/v": (3, 6, 8)},
     }
     updates, _ = jax.eval_shape(tx.update, params, tx.init(params), params)

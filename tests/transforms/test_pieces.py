@@ -164,6 +164,23 @@ def test_cautious_decay():
     np.testing.assert_allclose(second, [1.64, -1.0, 1.0, -1.64, 0.44], rtol=1e-6)
 
 
+@pytest.mark.parametrize("make", [jm.add_cautious_decayed_weights, jm.adamw])
+def test_a_mask_may_be_a_function_of_the_parameters(make):
+    """It says what a tree says: here, that vectors do not decay."""
+    rates = {"learning_rate": 0.1} if make is jm.adamw else {}
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+
+    def by_shape(tree):
+        return {name: x.ndim > 1 for name, x in tree.items()}
+
+    ends = [
+        trees.run(make(**rates, weight_decay=0.5, mask=mask), params, [params])[1]
+        for mask in (by_shape, by_shape(params), None)
+    ]
+    chex.assert_trees_all_equal(*ends[:2])
+    assert (ends[0]["b"] != ends[2]["b"]).all() and (ends[0]["w"] == ends[2]["w"]).all()
+
+
 SEEING = ("nesterov", "add_cautious_decayed_weights")
 SEEING = {name: PIECES[name]() for name in SEEING} | {"hyperball": jm.hyperball(0.1)}
 

@@ -120,6 +120,20 @@ def test_other_groups_keep_every_bit(dtype):
             assert found[:columns].any() and not found[columns:].any()
 
 
+def test_biases_by_their_names_in_other_frameworks():
+    """Haiku calls kernel and bias w and b, Keras has q_bias beside q_kernel."""
+    leaves, maxima = (jnp.ones((EMBED, 8)), jnp.ones(8)), jnp.array([40.0, 90.0])
+    ends = []
+    for names in (("kernel", "bias"), ("w", "b"), ("q_kernel", "q_bias")):
+        module = dict(zip(names, leaves, strict=True))
+        params = {"attn": {"q": module, "k": module}}
+        new = clip(params, params, maxima)["attn"]
+        ends.append([new[which][name] for which in "qk" for name in names])
+    assert (ends[0][1] != leaves[1]).any()
+    for found in ends[1:]:
+        chex.assert_trees_all_equal(found, ends[0])
+
+
 def test_max_logits_by_prefix_module_or_sown():
     params = {"blocks": {i: draw("MHA")["blocks"] for i in ("1", "10")}}
     updates, tx = jax.tree.map(jnp.ones_like, params), jm.clip_qk(THRESHOLD)
@@ -241,6 +255,7 @@ WRONG = {
         ONE, {"attn": {"x": S(2), "y": S(2)}}
     ),
     r"entries at .*: '0/attn', '1/attn'$": lambda: use(TWO, {"0": S(4)}),
+    r"entries at 'attn' .*, 'mlp' of": lambda: use(ONE, {"attn": S(4), "mlp": S(4)}),
     r"expected max_logits \(\*layers, heads\)": lambda: use(ONE, S(())),
     r"'attn/q' of shape \(8, 12\) .* of 'attn' of shape \(5,\)": lambda: use(ONE, S(5)),
     r"with the layers \(3,\) from axis 0 on": lambda: use(ONE, S((3, 2))),
