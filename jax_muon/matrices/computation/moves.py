@@ -14,8 +14,8 @@ from jax_muon.matrices.computation.values import (
     CONSTANT,
     SUMMED,
     AxisParts,
-    Scores,
     Shape,
+    Use,
     Value,
     axes_in,
     fit,
@@ -312,8 +312,11 @@ def reduced(
     trace: Trace, eqn: JaxprEqn, result: Value, value: Value, axes: Sequence[int]
 ) -> Value:
     """A result in which elements along some axes of a value have become one."""
-    for use, parts in value.outputs.items() if not trace.is_transposed(eqn) else ():
-        trace.note("summed", use, axes_in(parts, axes))
+    for x, parts in value.results.items() if not trace.is_transposed(eqn) else ():
+        if isinstance(x, Use):
+            trace.note("summed", x, axes_in(parts, axes))
+        elif value.is_exponential:
+            trace.normalized[x] |= axes_in(parts, axes)
     over, own = value.axes_in(axes), result.leaves
     gone = {leaf: over[leaf] - axes_in(own[leaf]) for leaf in over.keys() & own}
     return result.with_side(SUMMED, gone)
@@ -329,9 +332,6 @@ def _reduce(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     for use in along if name == "reduce_sum" and not trace.is_transposed(eqn) else ():
         if use.kind == "elementwise" and along[use]:
             trace.feed(value, use.path)
-    for x, parts in value.results.items() if name == "reduce_sum" else ():
-        if isinstance(x, Scores) and value.is_exponential:
-            trace.normalized[x] |= axes_in(parts, axes)
     places = range(len(shape_of(eqn.invars[0])))
     left = [a for a in places if a not in axes or name == "cumsum"]
     result = value.moved(lambda parts: tuple(parts[a] for a in left))
