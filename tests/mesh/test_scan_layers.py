@@ -272,3 +272,18 @@ def test_a_layer_is_not_gathered_over_the_axes_of_tensor_parallelism():
     shards = 2 * 64 * 256 * 4 / 8  # bytes of one layer on a device
     assert gathers
     assert all(t.devices == 4 and t.input_bytes <= shards for t in gathers)
+
+
+def test_small_gradients_of_layers_are_divided_before_they_are_rounded():
+    """A quarter of 3 units of float16 is no multiple of one: four would be 4 units."""
+    unit = 2.0**-24
+
+    def loss(params, x):
+        y, _ = jm.scan_layers(lambda x, w: (x + w, None), x, params)
+        return jnp.mean(jnp.sum(3 * unit * y.astype(jnp.float32), axis=1))
+
+    step = case.sgd_step(loss, specs=P(None, "data"), reduce_dtype="float32")
+    params, x = jnp.zeros((2, 8), jnp.float16), jnp.zeros((4, 8), jnp.float16)
+    found = case.gradients(step, params, x)
+    assert step.gathers(params, x).layer_specs
+    assert (found.astype(float) == 3 * unit).all(), found
