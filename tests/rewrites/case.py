@@ -93,6 +93,13 @@ DOCUMENTED = {
     "attention between learned queries whose exponentials are written as powers": [
         ("operations: exp as a power", "object_queries_of_one_image"),
     ],
+    "In test-time training of one sample": [
+        (title, "test_time_training")
+        for title in (
+            *("samples: map", "samples: while_loop", "samples: Python"),
+            "setting: disable_jit",
+        )
+    ],
 }
 EXCEPTIONS = [pair for pairs in DOCUMENTED.values() for pair in pairs]
 
