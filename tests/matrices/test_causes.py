@@ -552,6 +552,14 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         [X],
         functools.partial(summed_experts, add=as_one_segment),
     ),
+    "experts times ones": (
+        EXPERTS,
+        summed_experts,
+        [X],
+        functools.partial(
+            summed_experts, add=lambda y: jnp.tensordot(np.ones(4, "f"), y, 1)
+        ),
+    ),
     "experts as running sums": (
         EXPERTS,
         summed_experts,

@@ -87,9 +87,6 @@ DOCUMENTED = {
         for others in ("", " of one sample", " of three samples")
         for name in ("transformer_xl", "latent_attention_and_pooling")
     ],
-    "So may experts summed by a product with ones": [
-        ("operations: sums by ones", "multi_gate_experts_of_several_tasks"),
-    ],
     "attention between learned queries whose exponentials are written as powers": [
         ("operations: exp as a power", "object_queries_of_one_image"),
     ],

@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn
 
 from jax_muon.base.jaxprs import shape_of
 from jax_muon.matrices.computation.elementwise import elementwise
-from jax_muon.matrices.computation.moves import pick
+from jax_muon.matrices.computation.moves import pick, reduced
 from jax_muon.matrices.computation.trace import Trace, rule
 from jax_muon.matrices.computation.values import (
     BATCH,
@@ -327,7 +327,9 @@ def _of_activations(trace: Trace, product: Product) -> Value:
         if not trace.is_transposed(eqn) and _is_by_kernel(product, i):
             trace.feed(value)
         place = product.turned if product.is_constant[1 - i] else product.placed
-        if not product.is_constant[1 - i]:
+        if product.is_constant[1 - i]:  # a weighted sum
+            reduced(trace, eqn, value, value, product.contract[i])
+        else:
             others = values[1 - i].outputs
             _note_attention(trace, eqn, value, product.contract[i], others)
         for x, parts in value.results.items():
