@@ -126,14 +126,14 @@ def scan_layers(
         return _plain_scan(block, carry, treedef.unflatten(flat))
     leaves = [*zip(layer_specs, grad_specs, (x.dtype for x in flat), strict=True)]
 
-    def of_all(function: Function) -> Function:
+    def for_all_leaves(function: Function) -> Function:
         return lambda layer: [
             None if x is None else function(x, *leaf)
             for x, leaf in zip(layer, leaves, strict=True)
         ]
 
     exchange = _exchange(comm, leaves, in_step=scans is not None)
-    gather, *scatters = map(of_all, exchange)
+    gather, *scatters = map(for_all_leaves, exchange)
 
     def on_device(carry: PyTree, shards: list[Array], divided: list[Array]) -> PyTree:
         first = jax.eval_shape(lambda x: gather([y[0] for y in x]), shards)
