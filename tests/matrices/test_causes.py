@@ -48,26 +48,34 @@ def flat(p, ids):
     return model(back(0.5 * vector + 0.5 * vector), ids)
 
 
-def in_rows(length):
+def in_rows(length, before=3):
     """All parameters as one vector, padded and in rows of this length, and cut out."""
 
     def new(p, ids):
         vector, back = ravel_pytree(p)
-        rows = jnp.pad(vector, (3, -(len(vector) + 3) % length)).reshape(-1, length)
-        return model(back((0.5 * rows).reshape(-1)[3 : len(vector) + 3]), ids)
+        end = before + len(vector)
+        rows = jnp.pad(vector, (before, -end % length)).reshape(-1, length)
+        return model(back((0.5 * rows).reshape(-1)[before:end]), ids)
 
     return new
 
 
-def in_buckets(p, ids):
+def in_buckets(length):
     """Each parameter padded to whole rows of one buffer, as an optimizer's buckets."""
-    padded = {n: jnp.pad(w.reshape(-1), (0, -w.size % 16)) for n, w in p.items()}
-    buffer, at, cut = jnp.concatenate([*padded.values()]).reshape(-1, 16), 0, {}
-    for name, w in p.items():
-        size = len(padded[name]) // 16
-        cut[name] = buffer[at : at + size].reshape(-1)[: w.size].reshape(w.shape)
-        at += size
-    return model(cut, ids)
+
+    def new(p, ids):
+        padded = {
+            n: jnp.pad(w.reshape(-1), (0, -w.size % length)) for n, w in p.items()
+        }
+        rows = {name: w.reshape(-1, length) for name, w in padded.items()}
+        buffer, at, cut = jnp.concatenate([*rows.values()]), 0, {}
+        for name, w in p.items():
+            part = buffer[at : at + len(rows[name])].reshape(-1)
+            cut[name] = part[: w.size].reshape(w.shape)
+            at += len(rows[name])
+        return model(cut, ids)
+
+    return new
 
 
 def positions(p, ids):
@@ -406,6 +414,24 @@ def one_member_at_a_time(h, w):
     return lax.map(lambda pair: pair[0] @ pair[1], (h, w))
 
 
+def relational(p, x, edges, over=lambda f, xs: jax.vmap(f)(*xs)):
+    """A matrix for each kind of edge."""
+    y = over(lambda edge, w: edge @ (x @ w), (edges, p["w"]))
+    return jnp.sum(jnp.tanh(y.sum(0)) @ p["out"])
+
+
+def compete(p, x, axis):
+    """A softmax over keys, or over learned queries, as of slots."""
+    scores = jnp.einsum("qi,bti->bqt", p["queries"], x @ p["k"])
+    y = jnp.einsum("bqt,bti->bqi", jax.nn.softmax(scores, axis), x @ p["v"])
+    return jnp.sum(jnp.tanh(y @ p["w"]) @ p["out"])
+
+
+COMPETING = dict.fromkeys(("k", "v", "w"), floats(6, 6)) | {
+    "queries": floats(2, 6),
+    "out": floats(6, 3),
+}
+WIDE = {"emb": floats(9, 24), "w": floats(24, 40), "out": floats(40, 3)}
 TWO = {"w": floats(6, 8), "v": floats(8, 8), "out": floats(8, 3)}
 FROZEN = np.ones((3, 7), np.float32)
 ROW = np.arange(6)[:, None]
@@ -421,9 +447,11 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
     "rows mapped": (NET, net, [X], of(lambda w: lax.map(lambda row: 2 * row, w))),
     "a block of one row": (NET, net, [X], by(blocks)),
     "a flat vector": (MODEL, model, [IDS], flat),
+    "rows across wide matrices": (WIDE, model, [IDS], in_rows(24, before=0)),
+    "buckets of wide matrices": (WIDE, model, [IDS], in_buckets(64)),
     "rows of a flat vector": (MODEL, model, [IDS], in_rows(7)),
     "two rows of a flat vector": (MODEL, model, [IDS], in_rows(66)),
-    "buckets": (MODEL, model, [IDS], in_buckets),
+    "buckets": (MODEL, model, [IDS], in_buckets(16)),
     "stacked": ({"a": floats(6, 6), "b": floats(6, 6)}, two, [X], stacked),
     "set in a buffer": (
         NET,
@@ -631,6 +659,18 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         heads,
         [X],
         functools.partial(heads, project=project_in_turns),
+    ),
+    "members in turns with data": (
+        {"w": floats(4, 6, 6), "out": floats(6, 3)},
+        relational,
+        [X, floats(4, 5, 5)],
+        functools.partial(relational, over=lambda f, xs: lax.map(lambda x: f(*x), xs)),
+    ),
+    "learned queries that compete": (
+        COMPETING,
+        functools.partial(compete, axis=-1),
+        [floats(4, 5, 6)],
+        functools.partial(compete, axis=1),
     ),
     "members in turns": (
         members(TWO),

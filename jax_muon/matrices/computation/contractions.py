@@ -24,6 +24,7 @@ from jax_muon.matrices.computation.values import (
     IN,
     INNER,
     OUT,
+    SOFTMAX,
     SUMMED,
     AxisPart,
     AxisParts,
@@ -329,7 +330,7 @@ def _of_activations(trace: Trace, product: Product) -> Value:
         place = product.turned if product.is_constant[1 - i] else product.placed
         if product.is_constant[1 - i]:  # a weighted sum
             reduced(trace, eqn, value, value, product.contract[i])
-        else:
+        elif values[1 - i].softmax != SOFTMAX:  # which would mix three (16, 3, 96)
             others = values[1 - i].outputs
             _note_attention(trace, eqn, value, product.contract[i], others)
         for x, parts in value.results.items():
@@ -385,10 +386,7 @@ def _note_attention(
         weights.results.items() if not trace.is_transposed(eqn) else ()
     ):
         keys = axes_in(parts, along)
-        if not isinstance(scores, Scores) or not weights.is_exponential:
-            continue
-        # Three softmaxes (16, 3, 96) may be mixed: a sum over three, not over keys.
-        if len(keys) == 1 and keys <= trace.normalized.get(scores, keys):
+        if isinstance(scores, Scores) and weights.is_exponential and len(keys) == 1:
             _attend(trace, scores, min(keys), weights, along, values)
 
 

@@ -43,7 +43,9 @@ def _scan(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         carry = [reduced(trace, eqn, y, x, [0]) for y in carry]
     ys = [y.moved(lambda parts: (free(length), *parts)) for y in ys]
     for y, x in itertools.product(ys, values[start:]):
-        for use, axes in _put_together(y, x).items() if not carry else ():
+        outputs = _put_together(y, x)
+        # Data that turns as well, einsum("eij,ejo->eio", a, x @ w), has members.
+        for use, axes in outputs.items() if all(turning) and not carry else ():
             if Edge("in turns", use, axes) in trace.edges:
                 trace.note("in turns", use, axes, about="side by side")
     return [*carry, *ys]

@@ -15,7 +15,6 @@ from jax_muon.matrices.computation.values import (
     SUMMED,
     AxisParts,
     Shape,
-    Use,
     Value,
     axes_in,
     fit,
@@ -51,7 +50,7 @@ def _move(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         result.leaves |= values[0].leaves
         for a, (low, high, _) in enumerate(params["padding_config"]):
             for leaf in result.leaves if low or high else ():
-                result.joined_at(leaf, a, int(low), old[a])  # beside zeros
+                result.joined_at(leaf, a, int(low), old[a], new)  # beside zeros
     return result
 
 
@@ -235,7 +234,7 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         part = value.moved(lambda parts: fit(parts, shape))
         for leaf in [leaf for leaf in value.leaves if counts[leaf] == 1]:
             part.leaves[leaf] = value.leaves[leaf]
-            part.joined_at(leaf, axis, stop - size, size)
+            part.joined_at(leaf, axis, stop - size, size, shape)
         parts.append(part)
     result = _together(trace, eqn, parts)
     for leaf in [leaf for leaf in result.leaves if counts[leaf] > 1]:
@@ -312,11 +311,8 @@ def reduced(
     trace: Trace, eqn: JaxprEqn, result: Value, value: Value, axes: Sequence[int]
 ) -> Value:
     """A result in which elements along some axes of a value have become one."""
-    for x, parts in value.results.items() if not trace.is_transposed(eqn) else ():
-        if isinstance(x, Use):
-            trace.note("summed", x, axes_in(parts, axes))
-        elif value.is_exponential:
-            trace.normalized[x] |= axes_in(parts, axes)
+    for use, parts in value.outputs.items() if not trace.is_transposed(eqn) else ():
+        trace.note("summed", use, axes_in(parts, axes))
     over, own = value.axes_in(axes), result.leaves
     gone = {leaf: over[leaf] - axes_in(own[leaf]) for leaf in over.keys() & own}
     return result.with_side(SUMMED, gone)

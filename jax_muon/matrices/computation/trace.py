@@ -29,7 +29,6 @@ from jax_muon.matrices.computation.values import (
     OUT,
     SUMMED,
     Edge,
-    Scores,
     Sides,
     Use,
     Value,
@@ -64,7 +63,6 @@ class Trace:
       scanned: the axes of each leaf that a scan takes one element at a time.
       scans: by leaf, "scan_layers" or "lax.scan", whichever takes it.
       taken: uses whose results another product takes.
-      normalized: the operands of scores along which a sum of exponentials was taken.
       met: the axes of other leaves that an axis of a leaf was contracted with.
       inputs: leaves that are used like data, such as learned queries: where.
       closed_over: the value of an array that a function inside `jit` closes over.
@@ -86,7 +84,6 @@ class Trace:
         self.scanned: dict[str, set[int]] = collections.defaultdict(set)
         self.scans: dict[str, str] = {}
         self.taken: set[Use] = set()
-        self.normalized: dict[Scores, set[int]] = collections.defaultdict(set)
         self._numbers: dict[tuple[object, ...], tuple[int, str]] = {}
         self._calls: tuple[JaxprEqn, ...] = ()  # the operations around this one
 

@@ -20,15 +20,15 @@ class AxisPart(NamedTuple):
     """A part of an axis of a value: `size` elements, `stride` apart, of a leaf's axis.
 
     The axis is None if it is no leaf's; `whole` is false for one factor of several.
-    `at` is where the part begins in a concatenation: of jnp.concatenate([a, b]), with
-    sizes 24 and 40, b begins at 24.
+    `at` is where the leaf's elements begin along an axis of a concatenation, and how
+    many follow: of jnp.concatenate([a, b]), of sizes 24 and 40, b is at (24, 40).
     """
 
     axis: int | None
     stride: int
     size: int
     whole: bool = True
-    at: int | None = None
+    at: tuple[int, int] | None = None
 
 
 # The parts of each axis of a value, the outermost first.
@@ -75,11 +75,11 @@ def between(
     """
     if not of_axis or of_axis[0].at is None:
         return of_axis
-    at, length = of_axis[0].at, _size(of_axis)
+    at, length = of_axis[0].at
     low, high = max(at, start), min(at + length, start + size)
     if low >= high:
         return None
-    place = None if high - low == size else low - start
+    place = None if high - low == size else (low - start, high - low)
     first, *rest = fitted((of_axis[0]._replace(at=None), *of_axis[1:]), high - low)
     return (first._replace(at=place), *rest)
 
@@ -140,7 +140,9 @@ def _reshaped_beside_others(
     """
     first, *others = parts[place]
     block: AxisParts = ((first._replace(at=None), *others),)
-    sizes, at = [_size(parts[place])], first.at or 0
+    assert first.at
+    at, length = first.at
+    sizes = [length]
     if _place_of_rows(parts) < 0:
         block, sizes = (*block, *parts[place + 1 :]), [*sizes, *old[place + 1 :]]
         at *= math.prod(old[place + 1 :])
@@ -148,12 +150,13 @@ def _reshaped_beside_others(
     for start in [a for a, n in enumerate(new) if n > 1]:
         if math.prod(new[:start]) == before:
             unit, rows = math.prod(new[start + 1 :]), new[start + 1 :]
-            if at % unit or size % unit:
-                unit, rows = 1, []
             own, *rest = reshaped(block, sizes, [size // unit, *rows])
+            if at % unit or size % unit or _size(own) != size // unit:
+                unit = 1
+                own, *rest = reshaped(block, sizes, [size])
             first, *others = own or (AxisPart(None, 1, 1),)
             outside = reshaped(parts[:place], old[:place], new[:start])
-            own = first._replace(at=at // unit), *others
+            own = first._replace(at=(at // unit, size // unit)), *others
             return (*outside, own, *rest, *none)[: len(new)]
     return reshaped((*parts[:place], block[0], *parts[place + 1 :]), old, new)
 
@@ -336,12 +339,17 @@ class Value:
         picked = self.picked & leaves.keys()
         return replace(self, leaves=leaves, sides=sides, picked=picked)
 
-    def joined_at(self, leaf: str, place: int, start: int, size: int) -> None:
-        """Note where a leaf begins along an axis of a concatenation."""
+    def joined_at(
+        self, leaf: str, place: int, start: int, size: int, shape: Shape
+    ) -> None:
+        """Note where a leaf begins along an axis of a concatenation of this shape."""
         parts = self.leaves[leaf]
         free_part = [AxisPart(None, 1, size)]
         first, *rest = parts[place] if axes_in([parts[place]]) else free_part
-        of_axis = (first._replace(at=start + (first.at or 0)), *rest)
+        at, length = first.at or (0, size)
+        if _place_of_rows(parts) == place:  # then it is at an element, in no row
+            start *= math.prod(shape[place + 1 :])
+        of_axis = (first._replace(at=(start + at, length)), *rest)
         self.leaves[leaf] = (*parts[:place], of_axis, *parts[place + 1 :])
 
     def has_all(self, shape: Shape, places: Iterable[int] | None = None) -> bool:
