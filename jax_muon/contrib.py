@@ -151,13 +151,15 @@ def muon(
         if numbers is None:
             flat = trees.leaves_with_paths(params)
             paths = ", ".join(path for path, x in flat if x.ndim == 2)
+            injected = ""
+            if isinstance(beta, jax.Array):  # then a function was called with a count
+                static = "static_args=('muon_weight_dimension_numbers',)"
+                injected = f". A function needs {static} of optax.inject_hyperparams"
             warnings.warn(
                 "without muon_weight_dimension_numbers every parameter of two axes is "
                 f"a matrix: {paths}. Embeddings and heads may be among them: "
                 "jax_muon.find_matrices(params, loss_fn, batch) shows which, and "
-                "jax_muon.muon(..., matrices=) takes what it returns"
-                # A function that is not static was called with a count: None, mostly.
-                + checks.injected(beta, "muon_weight_dimension_numbers"),
+                f"jax_muon.muon(..., matrices=) takes what it returns{injected}",
                 stacklevel=2,
             )
         return tx.init(params)
@@ -216,7 +218,8 @@ def _injected(
         products, y = Products(tall=x.shape[-2] > x.shape[-1]), x.astype(dtype)
         fourth = norm == "schatten4"  # the sum of s^4 is that of squares of X X^T
         power = matrix_sum(dtypes.wide(products.gram(y) if fourth else y) ** 2)
-        y = y / (power ** (0.25 if fourth else 0.5) + eps).astype(dtype)
+        size = (power ** (0.25 if fourth else 0.5) + eps).astype(dtype)
+        y = y / jnp.where(size == 0, 1, size)  # eps is 0 where it is a float16
 
         def quintic(i: Array, y: Array) -> Array:
             a, b, c = table if table.ndim == 1 else table[i]

@@ -165,11 +165,13 @@ def _check_groups(matrices: Matrices, groups: Mapping[str, Group]) -> None:
     lacking = [x for x in matrices.values() if x.label not in groups]
     if lacking:
         label = lacking[0].label
-        paths = ", ".join(x.path for x in lacking if x.label == label)
+        paths = [x.path for x in lacking if x.label == label]
+        some, more = ", ".join(paths[:20]), len(paths) - 20
+        some += f" and {more} more" if more > 0 else ""
         how = "jax_muon.adamw(3e-3), as adamw= of a recipe or in groups"
         how = how if label == ADAMW else f"one in groups, or one of {[*groups]}"
         raise ValueError(
-            f"no transform for the label {label!r} of {paths}; expected {how}"
+            f"no transform for the label {label!r} of {some}; expected {how}"
         )
 
 

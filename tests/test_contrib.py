@@ -108,6 +108,17 @@ def test_numbers_may_be_injected(name):
 
 
 @two_axes
+def test_injected_in_float16():
+    """There optax's eps of 1e-8 is 0, and a zero gradient gives zeros all the same."""
+    params = {"w": jnp.ones((4, 6), jnp.float16)}
+    tx = optax.inject_hyperparams(contrib.muon)(0.02)
+    updates, _ = tx.update(
+        jax.tree.map(jnp.zeros_like, params), tx.init(params), params
+    )
+    assert not updates["w"].any()
+
+
+@two_axes
 def test_injected_on_a_mesh():
     """There, an error says which arguments to name."""
     inject = optax.inject_hyperparams

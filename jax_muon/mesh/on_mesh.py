@@ -67,8 +67,8 @@ def on_mesh(
       so that a checkpoint can be restored on any mesh.
 
     Raises:
-      ValueError: a mesh with both Auto and Explicit axes; `divide` names an axis that
-        the mesh lacks; `on_mesh` inside of `on_mesh`; at init and update, with path and
+      ValueError: at init and update: a mesh with both Auto and Explicit axes; `divide`
+        names an axis that the mesh lacks; `on_mesh` inside of `on_mesh`; with path and
         shape, shardings that do not fit, or are not of one mesh; state that does not
         belong to `tx` and these parameters.
 

@@ -148,7 +148,7 @@ def decaying(mask: Mask, tree: optax.Params) -> Callable[[str], bool]:
         if where not in entries:
             raise ValueError(
                 f"the mask of the weight decay says nothing of parameter {path!r}, but "
-                f"of {', '.join(entries)}; expected True or False for each "
+                f"of {', '.join(entries) or 'none'}; expected True or False for each "
                 "parameter, or for a module that it is in"
             )
         if isinstance(entries[where], str):  # a label, say, which would be true
