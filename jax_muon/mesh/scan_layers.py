@@ -87,7 +87,8 @@ def scan_layers(
         do not divide.
 
     Examples:
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> auto = (jax.sharding.AxisType.Auto,)
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), auto)
       >>> layers = 2.0 * jnp.ones((3, 8))
       >>> def block(x, layer):
       ...     return x * layer, None

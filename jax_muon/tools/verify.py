@@ -83,7 +83,8 @@ def verify(tx: OnMesh, params: optax.Params, **extra_args: Any) -> Verification:
       **extra_args: passed to the update.
 
     Examples:
-      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> auto = (jax.sharding.AxisType.Auto,)
+      >>> mesh = jax.make_mesh((1,), ("data",), auto)
       >>> shapes = {"mlp": jax.ShapeDtypeStruct((64, 256), "float32")}
       >>> tx = jm.muon(0.02, dtype="float32", matrices={"*": "muon"})
       >>> tx = jm.on_mesh(tx, mesh, divide="data")
