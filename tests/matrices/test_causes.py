@@ -414,6 +414,20 @@ def one_member_at_a_time(h, w):
     return lax.map(lambda pair: pair[0] @ pair[1], (h, w))
 
 
+def normed(p, x, product=jnp.matmul):
+    """A spectral norm, whose vectors come from the matrix and a constant alone."""
+    w = p["w"]
+    v = lax.stop_gradient(jnp.ones((1, 8)) @ w.T)
+    v = v / jnp.linalg.norm(v)
+    u = lax.stop_gradient(v @ w)
+    norm = product(v @ w, (u / jnp.linalg.norm(u)).T)[0, 0]
+    return net(p, x, w=lambda w: w / norm)
+
+
+def with_padded_outputs(x, w):
+    return (x @ jnp.pad(w, [(0, 0), (0, 3)]))[:, : w.shape[1]]
+
+
 def relational(p, x, edges, over=lambda f, xs: jax.vmap(f)(*xs)):
     """A matrix for each kind of edge."""
     y = over(lambda edge, w: edge @ (x @ w), (edges, p["w"]))
@@ -659,6 +673,12 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         heads,
         [X],
         functools.partial(heads, project=project_in_turns),
+    ),
+    "padded outputs of a spectral norm": (
+        NET,
+        normed,
+        [X],
+        functools.partial(normed, product=with_padded_outputs),
     ),
     "members in turns with data": (
         {"w": floats(4, 6, 6), "out": floats(6, 3)},

@@ -337,8 +337,9 @@ def _note_scales_of_its_own_leaf(op: Operation) -> None:
     """
     for value in op.active if op.name in SCALES and len(op.made) == 1 else ():
         # A norm has lost outputs; tanh'(x @ w), beside w in a Laplacian, has all.
-        shapes, outputs = op.trace.shapes, value.outputs.items()
-        if any(x.path and x.is_whole(of, shapes[x.path]) for x, of in outputs):
+        shapes = op.trace.shapes
+        left = [x for x in value.outputs.items() if x[0].path and axes_in(x[1])]
+        if any(use.is_whole(parts, shapes[use.path]) for use, parts in left):
             continue
         own: set[Use] = set()
         more = {*value.sources}
