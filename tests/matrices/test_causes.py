@@ -428,6 +428,12 @@ def with_padded_outputs(x, w):
     return (x @ jnp.pad(w, [(0, 0), (0, 3)]))[:, : w.shape[1]]
 
 
+def several_ahead(p, x):
+    """Three predictions from one input, by a stack of matrices and one head."""
+    y = jnp.tanh(jnp.einsum("ti,kio->tko", x, p["w"])) @ p["out"]
+    return -jnp.mean(jax.nn.log_softmax(y)[..., 0])
+
+
 def relational(p, x, edges, over=lambda f, xs: jax.vmap(f)(*xs)):
     """A matrix for each kind of edge."""
     y = over(lambda edge, w: edge @ (x @ w), (edges, p["w"]))
@@ -528,6 +534,12 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         scaled_rows,
         [IDS],
         with_gradient(scaled_rows),
+    ),
+    "a gradient of a softmax": (
+        {"w": floats(3, 6, 8), "out": floats(8, 3)},
+        several_ahead,
+        [X],
+        with_gradient(several_ahead),
     ),
     "a gradient of groups": (
         {"w": floats(4, 6, 8), "out": floats(8, 3)},

@@ -370,7 +370,8 @@ def _note_result(
     elif not trace.is_transposed(product.eqn):
         for heads in _heads(use, parts, product, i):
             trace.note("heads", use, about=heads)
-    if other.are_gates:
+    # Backwards a softmax is part of a gradient, (softmax - one-hot).T @ h for the head.
+    if other.are_gates and not trace.is_transposed(product.eqn):
         trace.note("weighed", use, inside)
     trace.note("mixed", use, inside, others=frozenset(outside))
 
