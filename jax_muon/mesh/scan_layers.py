@@ -89,11 +89,11 @@ def scan_layers(
     Examples:
       >>> auto = (jax.sharding.AxisType.Auto,)
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), auto)
-      >>> layers, samples = 2.0 * jnp.ones((3, 4)), jnp.ones((8, 4))
+      >>> layers = jnp.broadcast_to(2.0 * jnp.eye(4), (3, 4, 4))
       >>> def block(x, layer):
-      ...     return x * layer, None
+      ...     return x @ layer, None
       >>> everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-      >>> x, _ = jm.scan_layers(block, samples, layers, shardings=everywhere)
+      >>> x, _ = jm.scan_layers(block, jnp.ones((8, 4)), layers, shardings=everywhere)
       >>> float(x[0, 0])
       8.0
     """
