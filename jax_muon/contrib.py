@@ -151,15 +151,14 @@ def muon(
         if numbers is None:
             flat = trees.leaves_with_paths(params)
             paths = ", ".join(path for path, x in flat if x.ndim == 2)
-            injected = ""
-            if isinstance(beta, jax.Array):  # then a function was called with a count
-                static = "static_args=('muon_weight_dimension_numbers',)"
-                injected = f". A function needs {static} of optax.inject_hyperparams"
+            # A function that is not static was called with a count, as a schedule.
+            injected = checks.injected(beta, "muon_weight_dimension_numbers")
             warnings.warn(
                 "without muon_weight_dimension_numbers every parameter of two axes is "
                 f"a matrix: {paths}. Embeddings and heads may be among them: "
                 "jax_muon.find_matrices(params, loss_fn, batch) shows which, and "
-                f"jax_muon.muon(..., matrices=) takes what it returns{injected}",
+                "jax_muon.muon(..., matrices=) takes what it returns; or pass "
+                f"muon_weight_dimension_numbers{injected}",
                 stacklevel=2,
             )
         return tx.init(params)

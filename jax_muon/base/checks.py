@@ -56,7 +56,7 @@ def check_kind(
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """The value must be one of these strings."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         refuse(name, value, f"one of {', '.join(map(repr, choices))}")
 
 

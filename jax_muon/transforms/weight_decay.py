@@ -120,7 +120,7 @@ def mask_by_path(mask: Mask, tree: optax.Params) -> dict[str, bool]:
     absent = {path: x for path, x in leaves.items() if _is_absent(x)}
     used = {trees.nearest_prefix(entries, path) for path in leaves}
     unused = [x for x in entries if not (x in used or trees.nearest_prefix(absent, x))]
-    if unused:
+    if unused and leaves:
         raise ValueError(
             f"the mask of the weight decay has {', '.join(unused)}; expected "
             f"parameters, or modules around them: {', '.join(leaves)}"

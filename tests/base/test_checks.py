@@ -103,6 +103,9 @@ WRONG = {
     "['w']=-1.0; expected a finite number": lambda: jm.scale_by_path({"w": -1.0}),
     "gather_dtype='int8'; expected a dtype of": lambda: on_mesh(gather_dtype="int8"),
     "='float16'; expected one of 'float64'": lambda: muon(mu_dtype="float16"),
+    "norm=array(['a', 'b'], dtype='<U1'); expected one of": lambda: jm.NewtonSchulz(
+        norm=np.array(["a", "b"])
+    ),
     "adjust_lr_fn='rms'; expected": lambda: muon(adjust_lr_fn="rms"),
     "='float32'; expected one of 'int8'": lambda: jm.keep_residual(muon(), "float32"),
     "labels of groups=['muon']; expected others than": lambda: muon(

@@ -289,3 +289,9 @@ def test_dtypes_are_stable_and_promoted_by_us_alone(name, dtype):
         updates, new_state = jax.eval_shape(tx.update, grads, state, params)
     chex.assert_trees_all_equal_shapes_and_dtypes(updates, grads)
     assert new_state == state
+
+
+def test_a_mask_where_there_are_no_parameters():
+    """As in a group that optax.multi_transform gives nothing."""
+    recipe = jm.moonlight(0.02, matrices={"*": "muon"}, weight_decay_mask={"w": True})
+    assert recipe.update({}, recipe.init({}), {})[0] == {}

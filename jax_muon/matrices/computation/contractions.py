@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn
 
 from jax_muon.base.jaxprs import shape_of
 from jax_muon.matrices.computation.elementwise import elementwise
-from jax_muon.matrices.computation.moves import pick, reduced
+from jax_muon.matrices.computation.moves import note_sums, pick
 from jax_muon.matrices.computation.trace import Trace, rule
 from jax_muon.matrices.computation.values import (
     BATCH,
@@ -313,7 +313,7 @@ def _of_activations(trace: Trace, product: Product) -> Value:
     It may be attention, mix matrices by gates, or be one with a frozen kernel.
     """
     values, eqn = product.values, product.eqn
-    result = replace(joined(values), one_hot=False, softmax="", results={})
+    result = _mixed(values)
     if any(product.is_constant):
         result.one_hot = any(
             x.one_hot and y.selects(of)
@@ -329,7 +329,7 @@ def _of_activations(trace: Trace, product: Product) -> Value:
             trace.feed(value)
         place = product.turned if product.is_constant[1 - i] else product.placed
         if product.is_constant[1 - i]:  # a weighted sum
-            reduced(trace, eqn, value, value, product.contract[i])
+            note_sums(trace, eqn, value, product.contract[i])
         elif values[1 - i].softmax != SOFTMAX:  # which would mix three (16, 3, 96)
             others = values[1 - i].outputs
             _note_attention(trace, eqn, value, product.contract[i], others)
@@ -342,6 +342,11 @@ def _of_activations(trace: Trace, product: Product) -> Value:
     if left and right:  # q (2, 16, 24) . k (2, 16, 24)
         result.results |= _scores(product, Scores((left, right)))
     return result
+
+
+def _mixed(values: Sequence[Value]) -> Value:
+    """The record of an operation that mixes elements: no softmax or one-hot is left."""
+    return replace(joined(values), results={}, one_hot=False, softmax="")
 
 
 def _is_by_kernel(product: Product, i: int) -> bool:
@@ -365,13 +370,14 @@ def _note_result(
         axes_in(parts, axes[i])
         for axes in (product.contract, product.free, product.batch)
     )
+    is_transposed = trace.is_transposed(product.eqn)
     if not other.outputs:
         trace.note("batched", use, along)
-    elif not trace.is_transposed(product.eqn):
+    elif not is_transposed:
         for heads in _heads(use, parts, product, i):
             trace.note("heads", use, about=heads)
     # Backwards a softmax is part of a gradient, (softmax - one-hot).T @ h for the head.
-    if other.are_gates and not trace.is_transposed(product.eqn):
+    if other.are_gates and not is_transposed:
         trace.note("weighed", use, inside)
     trace.note("mixed", use, inside, others=frozenset(outside))
 
@@ -479,7 +485,7 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         members = _members(parts[numbers.lhs_spec[1]], groups)[0]
         trace.note("grouped", use, members)
     if not kernel.leaves:
-        result = replace(joined(values), results={}, one_hot=False, softmax="")
+        result = _mixed(values)
         if kernel.given_floats and not is_transposed:
             trace.feed(result)
         for use, parts in kernel.outputs.items():
@@ -528,7 +534,7 @@ def _pallas_call(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 
     Otherwise it is opaque to leaves; of activations alone, any function of them.
     """
-    result = replace(joined(values), results={}, one_hot=False, softmax="")
+    result = _mixed(values)
     shapes = [shape_of(v) for v in eqn.invars]
     weights = [i for i, x in enumerate(values) if x.leaves and not x.data]
     data = [i for i, x in enumerate(values) if x.sources and len(shapes[i]) > 1]

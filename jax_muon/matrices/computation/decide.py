@@ -283,10 +283,15 @@ class Leaf:
         """The axes of each product, or why they are unknown."""
         return [_matrix_axes(self, use) for use in self.products]
 
+    @property
+    def known(self) -> list[MatrixAxes]:
+        """The axes of each product that shows them."""
+        return [x for x in self.readings if isinstance(x, MatrixAxes)]
+
     @functools.cached_property
     def axes(self) -> MatrixAxes | None:
         """The axes of the first product whose axes are known."""
-        return next((x for x in self.readings if isinstance(x, MatrixAxes)), None)
+        return next(iter(self.known), None)
 
     def at(self, *kinds: str) -> str:
         """The lines of the user's code, for a message."""
@@ -459,8 +464,7 @@ def _unknown(leaf: Leaf) -> Answer | None:
 
 def _vector(leaf: Leaf) -> Answer | None:
     """x @ w of (in, 1), in all its products."""
-    known = [x for x in leaf.readings if isinstance(x, MatrixAxes)]
-    if not all(1 in x.fan(leaf.shape) for x in known):
+    if not all(1 in x.fan(leaf.shape) for x in leaf.known):
         return None
     return ADAMW, "vector", f"one row or column, {leaf.first}", leaf.axes
 
@@ -509,8 +513,7 @@ def _contradictory(leaf: Leaf) -> Answer | None:
     assert leaf.axes
     axes = leaf.axes
     either = axes, MatrixAxes(axes.batch, axes.output, axes.reduction)
-    known = [x for x in leaf.readings if isinstance(x, MatrixAxes)]
-    if not (others := [x for x in known if x not in either]):
+    if not (others := [x for x in leaf.known if x not in either]):
         return None
     texts = [numbers_text(x.reduction, x.output) for x in (axes, others[0])]
     reason = f"it is used as {' and '.join(texts)}{leaf.at(*_PRODUCTS)}"

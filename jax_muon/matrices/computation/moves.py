@@ -307,12 +307,17 @@ def _top_k(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     return result
 
 
+def note_sums(trace: Trace, eqn: JaxprEqn, value: Value, axes: Sequence[int]) -> None:
+    """Note that outputs along some axes of a value are added up, of experts say."""
+    for use, parts in value.outputs.items() if not trace.is_transposed(eqn) else ():
+        trace.note("summed", use, axes_in(parts, axes))
+
+
 def reduced(
     trace: Trace, eqn: JaxprEqn, result: Value, value: Value, axes: Sequence[int]
 ) -> Value:
     """A result in which elements along some axes of a value have become one."""
-    for use, parts in value.outputs.items() if not trace.is_transposed(eqn) else ():
-        trace.note("summed", use, axes_in(parts, axes))
+    note_sums(trace, eqn, value, axes)
     over, own = value.axes_in(axes), result.leaves
     gone = {leaf: over[leaf] - axes_in(own[leaf]) for leaf in over.keys() & own}
     return result.with_side(SUMMED, gone)
