@@ -97,8 +97,8 @@ def muon(
 
     Raises:
       ValueError: an argument that is not implemented; at init, complex matrices.
-      ValueError: inside `on_mesh`, ns_steps or eps as arrays, which
-        `optax.inject_hyperparams` makes of them unless static_args names them.
+      ValueError: what `optax.inject_hyperparams` makes arrays unless static_args names
+        it: ns_steps with a sequence, and inside `on_mesh` ns_steps or eps.
       UserWarning: at init, without dimension numbers.
 
     Examples:
@@ -182,15 +182,17 @@ def _polar(
     coefficients: Any, steps: Any, eps: Any, preconditioning: str, tree: optax.Params
 ) -> Callable[[Array], Array]:
     """Newton-Schulz in the dtype of the parameters, as there; float16 in float32."""
-    number = steps if np.ndim(coefficients[0]) == 0 else len(coefficients)
+    each = np.ndim(coefficients[0]) > 0  # a quintic of its own in every step
+    number = len(coefficients) if each else steps
+    if each and (isinstance(steps, jax.Array) or steps < number):
+        expected = f"at least {number}, the number of quintics"
+        checks.refuse("ns_steps", steps, expected + checks.injected(steps, "ns_steps"))
     given = {x.dtype for x in jax.tree.leaves(tree)}
     real = [x for x in given if jnp.issubdtype(x, jnp.floating)]
     dtype = functools.reduce(dtypes.wider, real, jnp.dtype("bfloat16"))
     settings = {"eps": eps, "norm": _NORMS[preconditioning], "dtype": dtype}
     if isinstance(steps, jax.Array) or isinstance(eps, jax.Array):
         return _injected(coefficients, number, **settings)
-    if steps < number:
-        checks.refuse("ns_steps", steps, f"at least {number}, the number of quintics")
     return NewtonSchulz(number, coefficients=coefficients, **settings)
 
 
@@ -214,10 +216,16 @@ def _injected(
                 "ns_steps or eps is an array inside on_mesh; expected numbers: under "
                 'optax.inject_hyperparams pass static_args=("ns_steps", "eps")'
             )
-        products, y = Products(tall=x.shape[-2] > x.shape[-1]), x.astype(dtype)
+        products = Products(tall=x.shape[-2] > x.shape[-1])
+        # Squares of 1e25, and fourth powers of 1e12, would be infinite. So elements
+        # above 2 are brought there by a power of two, which rounds nothing.
+        largest = jnp.max(jnp.abs(dtypes.wide(x)), axis=(-2, -1), keepdims=True)
+        exponent = jnp.maximum(jnp.frexp(largest)[1] - 1, 0)
+        unit = jnp.ldexp(jnp.ones_like(largest), exponent)
+        y = (dtypes.wide(x) / unit).astype(dtype)
         fourth = norm == "schatten4"  # the sum of s^4 is that of squares of X X^T
         power = matrix_sum(dtypes.wide(products.gram(y) if fourth else y) ** 2)
-        size = (power ** (0.25 if fourth else 0.5) + eps).astype(dtype)
+        size = (power ** (0.25 if fourth else 0.5) + eps / unit).astype(dtype)
         y = y / jnp.where(size == 0, 1, size)  # eps is 0 where it is a float16
 
         def quintic(i: Array, y: Array) -> Array:

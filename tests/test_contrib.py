@@ -99,7 +99,8 @@ def test_the_signature_is_that_of_optax():
 @pytest.mark.parametrize("name", SETTINGS)
 def test_numbers_may_be_injected(name):
     """On one device, where every number becomes an array."""
-    static = ("muon_weight_dimension_numbers", "ns_steps")[: 1 + (name == "defaults")]
+    static = ["muon_weight_dimension_numbers"]
+    static += ["ns_steps"] * (name in ("defaults", "dion's coefficients"))
     inject = optax.inject_hyperparams(contrib.muon, static_args=static)
     settings = {"learning_rate": 0.02} | SETTINGS[name]
     expected = end(contrib.muon(**settings), 3)
@@ -116,6 +117,31 @@ def test_injected_in_float16():
         jax.tree.map(jnp.zeros_like, params), tx.init(params), params
     )
     assert not updates["w"].any()
+
+
+@two_axes
+@pytest.mark.parametrize("wrapped", [lambda f: f, jax.jit])
+def test_a_number_of_steps_that_a_table_cannot_check(wrapped):
+    """Three of five quintics are an error; injected, the number is not known."""
+    tx = optax.inject_hyperparams(contrib.muon)(0.02, ns_coeffs="dion", ns_steps=3)
+    with pytest.raises(ValueError, match=re.escape("static_args=('ns_steps',)")):
+        wrapped(tx.init)(START)
+    with pytest.raises(ValueError, match="ns_steps=3; expected at least 5"):
+        contrib.muon(0.02, ns_coeffs="dion", ns_steps=3).init(START)
+
+
+@two_axes
+@pytest.mark.parametrize("norm", ["frobenius", "schatten"])
+@pytest.mark.parametrize("size", [1e6, 1e12, 1e25, 3e37])
+def test_injected_with_large_gradients(norm, size):
+    """Their squares are infinite in float32; the update is that of small ones."""
+    settings = {"learning_rate": 0.02, "preconditioning": norm, "eps": 1e-20}
+    params = trees.normal({"w": (6, 8), "tall": (8, 6)})
+    large = jax.tree.map(lambda x: (x * size).astype(x.dtype), params)
+    tx = optax.inject_hyperparams(contrib.muon)(**settings)
+    expected, _ = tx.update(params, tx.init(params), params)
+    found, _ = tx.update(large, tx.init(params), params)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
 @two_axes

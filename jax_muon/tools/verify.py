@@ -82,6 +82,9 @@ def verify(tx: OnMesh, params: optax.Params, **extra_args: Any) -> Verification:
       params: the parameters, or their shapes; on Explicit axes with their shardings.
       **extra_args: passed to the update.
 
+    Raises:
+      ValueError: an optimizer that is not in `on_mesh`; a tree without parameters.
+
     Examples:
       >>> auto = (jax.sharding.AxisType.Auto,)
       >>> mesh = jax.make_mesh((1,), ("data",), auto)
@@ -94,6 +97,8 @@ def verify(tx: OnMesh, params: optax.Params, **extra_args: Any) -> Verification:
     checks.check_kind("tx", tx, OnMesh, IN_ON_MESH)
     optimizer = tx.optimizer
     params = checks.as_arrays("params", params)
+    if not jax.tree.leaves(params):
+        checks.refuse("params", params, "a tree with at least one array")
     random = np.random.default_rng(0)
     whole, *grads = (
         jax.tree.map(lambda x: _drawn(x, random), params) for _ in range(3)

@@ -72,6 +72,12 @@ def test_shapes_must_show_a_sharding_on_explicit_axes():
     assert jax.eval_shape(tx.init, SHAPES)  # which returns no shardings
 
 
+def test_a_tree_without_parameters():
+    tx = jm.on_mesh(optax.sgd(0.1), mesh_of(4), divide="data")
+    with pytest.raises(ValueError, match="params={}; expected a tree with"):
+        jm.verify(tx, {})
+
+
 def test_a_wrong_layout_is_named_with_number_and_bound():
     """One matrix learns 1 % faster on the mesh, and another is no number there."""
     mesh = mesh_of(4)
