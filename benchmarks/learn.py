@@ -4,8 +4,8 @@ Twelve layers of width 768 on bytes of the Python sources that are on the machin
 file of fifty held out; 32 x 1024 bytes a step, in bfloat16 with float32 masters. Every
 program compiles first, side by side; then runs follow one another. `on_a_card` runs it:
 
-    python3 -m benchmarks.on_a_card --tasks learn --out FOLDER
-    python3 -m benchmarks.on_a_card --tasks learn --runs adamw:0.004:600:0 --out FOLDER
+    python3 -m benchmarks.on_a_card --parts learn --out FOLDER
+    python3 -m benchmarks.on_a_card --parts learn --runs adamw:0.004:600:0 --out FOLDER
 
 A run is an optimizer, the rate of its matrices, its steps and its seed, which draws
 parameters and batches. Rates rise over a twentieth of a run, stay, and fall to zero
@@ -57,7 +57,6 @@ RUNS = (
     Run("adamw", 0.001, 600, 1),
     Run("adamw", 0.002, 600, 2),
     Run("adamw", 0.001, 600, 2),
-    Run("nanochat", 0.02, 600, 2),
 )
 
 
@@ -72,7 +71,7 @@ class Sizes(NamedTuple):
     text: int = 200_000_000
 
 
-TINY = Sizes(32, 2, 16, 32, 4, 1_000_000)
+TINY = Sizes(32, 2, 16, 32, 4, 4_000_000)
 
 
 def texts(most: int) -> tuple[np.ndarray, np.ndarray]:

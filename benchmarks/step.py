@@ -49,6 +49,7 @@ RECIPES = ("nanochat", "muon", "moonlight", "normuon")
 NAMES = (*RECIPES, "optax", "adamw")
 IN_OUT = optax.contrib.MuonDimensionNumbers(-2, -1)  # of one layer or of all
 TORCH = "torch-nanochat"
+TF32 = "tensorfloat32"  # JAX's default for products of float32 on a GPU
 ROOT = pathlib.Path(__file__).parents[1]
 # Words in the names of a GPU's kernels, and what they do.
 KERNELS = {
@@ -70,7 +71,8 @@ class Contender:
         torch's are separate.
       dtype: of the polar iteration. Parameters are float32 throughout. optax iterates
         in the dtype of its gradients, so in bfloat16 these and its momentum are
-        bfloat16, which moves fewer bytes. "float32" is without TF32.
+        bfloat16, which moves fewer bytes. "float32" is without TF32, and with `TF32`
+        these are float32 and products are not.
       kernels: ours by hand for Hopper GPUs; None for what a recipe takes.
       checkout: folder of another checkout, whose jax_muon runs.
     """
@@ -162,8 +164,8 @@ class JaxContender(Served):
         """Compile, by shapes alone."""
         scanned = contender.layout == "scanned"
         self.shapes = model_parameters(model, jnp.float32, scanned=scanned)
-        low = contender.name == "optax" and contender.dtype != "float32"
-        dtype = contender.dtype if low else "float32"
+        low = contender.name == "optax" and contender.dtype == "bfloat16"
+        dtype = "bfloat16" if low else "float32"
         self.grad_shapes = model_parameters(model, dtype, scanned=scanned)
         self.init, step = make_step(contender, self.shapes)
         state = jax.eval_shape(self.init, self.shapes)
@@ -294,7 +296,10 @@ def transform(contender: Contender, shapes: Any) -> optax.GradientTransformation
     numbers = {"wte": None, "lm_head": None}
     numbers["blocks"] = jax.tree.map(lambda _: IN_OUT, shapes["blocks"])
     return optax.contrib.muon(
-        0.02, weight_decay=0.1, muon_weight_dimension_numbers=numbers, mu_dtype=dtype
+        0.02,
+        weight_decay=0.1,
+        muon_weight_dimension_numbers=numbers,
+        mu_dtype="float32" if dtype == TF32 else dtype,
     )
 
 

@@ -50,7 +50,7 @@ class NewtonSchulz:
       form: "standard", "gram" (not in bfloat16, where singular values reach 28), or
         "auto": "gram" where it is faster.
       kernels: by kernels for H100s and H200s that compute one triangle of symmetric
-        products, for bfloat16 matrices of 768 rows and columns or more. None takes them
+        products, for bfloat16 matrices of 384 rows and columns or more. None takes them
         where every GPU is one of these; True raises an error where one is not, or JAX
         cannot compile them; False never takes them. Without a GPU, True is for programs
         that are compiled for another machine. `describe` shows the choice.
