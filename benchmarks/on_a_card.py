@@ -472,9 +472,9 @@ def main(words: list[str]) -> None:
     os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
     run = program.describe("benchmarks.on_a_card", words)
     with contextlib.suppress(FileNotFoundError):
-        run["nvidia_smi"] = subprocess.check_output(NVIDIA_SMI, text=True).strip()
+        run["card"] = subprocess.check_output(NVIDIA_SMI, text=True).strip()
     record = Record(path, math.inf)
-    record.say("run", **run)
+    record.say("run", run=run)
     with contextlib.ExitStack() as stack:
         for name in PARTS:
             if name in args.parts:

@@ -129,34 +129,45 @@ def waiting() -> Groups:
     return groups
 
 
-# Profiled steps of nanochat on the H100, and what their operations are.
-PROFILED = {
-    "gpt2-124m nanochat bf16 scanned": "GPT-2 124M",
-    "gpt-1.3b nanochat bf16 scanned": "GPT 1.3B",
-    "gpt-1.3b nanochat kernel": "GPT 1.3B, with kernels",
+KINDS = {  # of operations in a profile: name and colour
+    "products": ("products by cuBLAS", "blue"),
+    "kernels": ("products by kernels", "green"),
+    "passes": ("passes over memory", "orange"),
+    "copies": ("copies", "grey"),
 }
-KINDS = {
-    "gemm": ("products by cuBLAS", "blue"),
-    "kernel": ("products by kernels", "green"),
-    "fusion": ("passes over memory", "orange"),
-    "copy": ("copies", "grey"),
-}
+
+
+def on_a_card(name: str) -> list[Any]:
+    """The lines of a file of results/gpu."""
+    lines = (RESULTS / "gpu" / name).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def parts_of_steps() -> Groups:
-    """How a step on the H100 divides into products and passes over memory."""
-    lines = (RESULTS / "gpu" / "h100.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = {row.get("what"): row for row in map(json.loads, lines)}
+    """How steps on the H200 divide into products and passes over memory.
+
+    Bars are relative to the step of their model at 12c5a0b.
+    """
+    rows = {row.get("what"): row for row in on_a_card("h200.jsonl")}
     groups: Groups = {}
-    for what, model in PROFILED.items():
-        profile = rows[what]["profile"]
-        total, by_kind = profile["total_ms"], profile["by_kind_ms"]
-        groups[model] = [
-            Bar(name, ms / total, f"{ms:.1f} ms, {100 * ms / total:.0f} %", color)
-            for kind, (name, color) in KINDS.items()
-            if (ms := by_kind.get(kind))
-        ]
+    for model in ("gpt2-124m", "gpt-1.3b"):
+        profiles = {
+            name: rows[f"{model} nanochat, bfloat16, scanned{where}, profile"]
+            for name, where in (("12c5a0b", ", in old"), ("now", ""))
+        }
+        total = sum(profiles["12c5a0b"]["by_kind_ms"].values())
+        for name, profile in profiles.items():
+            all_ms = sum(profile["by_kind_ms"].values())
+            heading = f"{MODEL_NAMES[model]}, {name}: {all_ms:.1f} ms"
+            groups[heading] = [
+                Bar(text, ms / total, f"{ms:.2f} ms", color)
+                for kind, (text, color) in KINDS.items()
+                if (ms := profile["by_kind_ms"].get(kind, 0)) > 0.01 * total
+            ]
     return groups
+
+
+MODEL_NAMES = {"gpt2-124m": "GPT-2 124M", "gpt-1.3b": "GPT 1.3B"}
 
 
 def draw(title: str, groups: Groups) -> str:
@@ -319,8 +330,7 @@ ON_A_CARD = {  # optimizer of a line: its name here, and its colour
 def learned() -> dict[tuple[str, float, int], list[list[tuple[int, float]]]]:
     """Held-out losses by step: of each optimizer, rate and length, for each seed."""
     found: dict[Any, dict[int, list[tuple[int, float]]]] = {}
-    path = RESULTS / "gpu" / "learn_h200.jsonl"
-    for x in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+    for x in on_a_card("learn_h200.jsonl") + on_a_card("h200.jsonl"):
         if x.get("what") == "curve":
             curves = found.setdefault((x["kind"], x["lr"], x["steps"]), {})
             curves.setdefault(x.get("seed", 0), []).append((x["step"], x["val"]))
@@ -386,7 +396,7 @@ def charts() -> dict[str, str]:
         "maxtext.svg": draw(
             "Llama 7B: work of the busiest device, and bytes it sends", busiest()
         ),
-        "step_parts.svg": draw("A step on an H100 by part", parts_of_steps()),
+        "step_parts.svg": draw("A step on an H200 by part", parts_of_steps()),
         "layer_timeline.svg": timeline(),
         "rates.svg": losses_by_rate(),
         "learning_85m.svg": learning_on_a_card(),

@@ -27,7 +27,7 @@ def test_the_command_at_tiny_sizes(tmp_path, monkeypatch):
     assert [row["ok"] for row in rows.values() if "ok" in row] == 5 * [True]
     timed = [row for what, row in rows.items() if what.endswith(", turn 2")]
     assert len(timed) == 3 and all(row["flow_seconds"] > 0 for row in timed)
-    assert rows["run"]["versions"]["jax"] == jax.__version__
+    assert rows["run"]["run"]["versions"]["jax"] == jax.__version__
     # Bytes of Python sources: better than guessing one of 256.
     assert rows["curve"]["step"] == 20 and rows["curve"]["val"] < 5.2
 
