@@ -183,6 +183,10 @@ def _compute_in_teams(
     received: Float[Array, "senders width"],
 ) -> Float[Array, "senders width"]:
     """As `_compute`, for a team; the n-th matrix of teams may be of different pools."""
+    # Two teams of 8 on 16 devices; the first computes a matrix (4096, 16384) of pool 0,
+    # in shards (256, 16384), the second one of pool 1, in shards (4096, 1024). Then
+    # kinds are [(0, 1), (1, 0)] and orders [[1], [0]]. Both teams make columns
+    # (1, 4096, 2048) from both kinds of shards, take theirs, and run one `polar`.
     orders = [np.repeat(np.arange(len(row)), row).tolist() for row in round_.kinds]
     rows, start = [], 0
     for indices, same in itertools.groupby(zip(*orders, strict=True)):

@@ -102,7 +102,12 @@ class Pool:
         return devices_over(self.replica_axes + self.shard_axes, sizes) // self.team
 
     def load(self, sizes: Sizes) -> np.ndarray:
-        """FLOPs of each device, in the order of `divided_axes(sizes)`."""
+        """FLOPs of each device, in the order of `divided_axes(sizes)`.
+
+        On data 2 x fsdp 4, with a batch of 12 matrices over "data" and their rows over
+        "fsdp", counts are (2, 2, 1, 1), and this is [[2, 2, 1, 1], [2, 2, 1, 1]] times
+        the FLOPs of a matrix.
+        """
         axes = self.replica_axes + self.shard_axes + self.batch_axes
         counts = self.counts or (self.on_device,) * self.owners(sizes)
         matrices = np.repeat(counts, self.team)
@@ -185,6 +190,11 @@ def rounds(pools: Sequence[Pool]) -> list[Round]:
         if pool.counts:
             by_axes.setdefault(pool.alike, []).append(pool)
     exchanges = []
+    # On 8 devices, a matrix (768, 3072) takes 18 units of work and one (768, 768) six.
+    # Of 12 each, owners 0 to 3 have (2, 0) and the others (1, 3): 36 units, in three
+    # rounds until 12, 24 and 36. A matrix goes with the round that its middle is in.
+    # With (2, 0) these are at 9 and 27: rounds (1, 0), (0, 0), (1, 0). With (1, 3) they
+    # are at 9, 21, 27 and 33: rounds (1, 0), (0, 1), (0, 2).
     for together in by_axes.values():
         counts = np.array([pool.counts for pool in together]).T  # (owners, pools)
         flops = np.array([pool.flops for pool in together])

@@ -216,6 +216,10 @@ def _heads(
     """The number of key heads, and a function that broadcasts a number for each head.
 
     `logits` is the shape of the maxima; layers `start` at this axis of a parameter.
+
+    With maxima (6, 12) of 6 layers, queries (6, 768, 12, 64) and keys (6, 768, 256):
+    heads of 64, 4 key heads, and factors (6, 12) and (6, 4) of heads that become
+    (6, 1, 12, 64) and (6, 1, 256).
     """
     layers, heads = logits[:-1], logits[-1] if logits else 0
     end = start + len(layers)
