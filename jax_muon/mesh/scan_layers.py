@@ -64,8 +64,7 @@ def scan_layers(
 
     In the loss of `make_train_step` it needs nothing else: the step knows how layers
     are sharded, and ignores the other arguments. In plain jit `shardings` says it;
-    without them it is `jax.lax.scan`. In your own shard_map a layer's gradient is
-    summed over the mesh axes that divide the layer, and no others.
+    without them it is `jax.lax.scan`.
 
     Args:
       block: `block(carry, layer)` returns the next carry and an output, as for a scan.
@@ -84,7 +83,7 @@ def scan_layers(
       ValueError: an axis that the mesh lacks; with the path, a leaf that is no array, a
         sharding that does not fit, or one that shards the axis of layers over `axis`;
         different numbers of layers; by shard_map, a carry whose first axis the devices
-        do not divide.
+        do not divide, and `shardings` inside your own shard_map.
 
     Examples:
       >>> auto = (jax.sharding.AxisType.Auto,)
@@ -104,7 +103,7 @@ def scan_layers(
         checks.refuse("first axes of layers", sorted(lengths), expected)
     treedef: PyTreeDef
     flat, treedef = jax.tree.flatten(layers)
-    scans, on_shards = surroundings().scans, True
+    scans = surroundings().scans
     if scans:
         comm, specs, numbers = scans.comm, scans.specs, scans.numbers(len(flat))
         layer_specs = grad_specs = [specs.get(x, PartitionSpec()) for x in numbers]
@@ -115,14 +114,10 @@ def scan_layers(
         layout = Layout(shardings)
         mesh, rows = layout.leaf_shardings(layers)
         names = checked_axes("axis", axis, mesh)
-        inside = {*jax.sharding.get_abstract_mesh().manual_axes} & {*names}
-        if on_shards := bool(inside):  # shards are smaller than what the specs are of
-            names = tuple(name for name in names if name in inside)
-        else:
-            layout.place(layers)  # checks that they fit
+        layout.place(layers)  # checks that they fit
         comm = Communicator(mesh, names)
-        layer_specs, grad_specs = _layer_specs(rows, comm, divide=not on_shards)
-    is_sharded = any(map(any, layer_specs)) or not on_shards
+        layer_specs, grad_specs = _layer_specs(rows, comm)
+    is_sharded = any(map(any, layer_specs)) or not scans
     if not is_sharded or (0,) in lengths:
         return _plain_scan(block, carry, treedef.unflatten(flat))
     leaves = [*zip(layer_specs, grad_specs, (x.dtype for x in flat), strict=True)]
@@ -150,7 +145,7 @@ def scan_layers(
         scan = _scan(run, gather, scatters, results)
         return scan(closed.consts, carry, shards, divided)
 
-    if not on_shards:
+    if not scans:
         batch, by_layer = PartitionSpec(comm.axes), PartitionSpec(None, comm.axes)
         shard_specs, shard_grad_specs = (
             [PartitionSpec(None, *only(spec, comm.axes)) for spec in x]
@@ -176,12 +171,9 @@ def _plain_scan(
 
 
 def _layer_specs(
-    rows: Sequence[tuple[str, Shaped, NamedSharding]], comm: Communicator, divide: bool
+    rows: Sequence[tuple[str, Shaped, NamedSharding]], comm: Communicator
 ) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
-    """How each leaf of one layer is sharded over these mesh axes, and its gradient.
-
-    With `divide` they divide gradients further.
-    """
+    """How each leaf of one layer is sharded over these mesh axes, and its gradient."""
     layer_specs, grad_specs = [], []
     names, sizes = comm.axes, comm.mesh.shape
     for path, x, sharding in rows:
@@ -192,8 +184,8 @@ def _layer_specs(
                 "expected another axis, so that each device has a part of every layer"
             )
         spec = dividing(PartitionSpec(*spec[1:]), sizes)
-        is_large = divide and x.size >= MIN_SIZE
-        grad_specs.append(finer(spec, x.shape[1:], names if is_large else (), sizes))
+        divided = names if x.size >= MIN_SIZE else ()
+        grad_specs.append(finer(spec, x.shape[1:], divided, sizes))
         layer_specs.append(spec if any(only(spec, names)) else PartitionSpec())
     return layer_specs, grad_specs
 

@@ -143,21 +143,25 @@ def test_each_device_by_itself(form, x64):
     assert sent.count("reduce-scatter") == count
 
 
-def test_in_a_shard_map_of_ones_own(x64):
-    """JAX sums gradients over the devices that repeat a layer."""
-    params, batch = case.drawn()
-    mesh, places = mesh_of(2, 4), {"w": P(None, None, "fsdp"), "b": P(None, "fsdp")}
-    axes, divided = P(mesh.axis_names), case.scanning(losses.layers_alone, mesh, places)
+@pytest.mark.parametrize("spec", [P(), P(None, "data")])
+def test_in_a_shard_map_of_ones_own(spec):
+    """A plain scan; with shardings, which are of whole layers, an error."""
+    mesh, args = mesh_of(8), (jnp.ones((8, 64)), jnp.ones((3, 64, 64)))
+    block = lambda x, layer: (x + jnp.sum(layer), None)  # noqa: E731
 
-    def loss(layers):
-        y = jax.shard_map(
-            divided, mesh=mesh, in_specs=(places, axes), out_specs=axes, check_vma=False
-        )(layers, batch)
-        return jnp.sum(y**2)
+    def run(shardings):
+        def scan(x, layers):
+            return jm.scan_layers(block, x, layers, shardings=shardings)[0]
 
-    found = jax.jit(jax.grad(loss))(params["layers"])
-    alone = lambda layers: jnp.sum(losses.layers_alone(layers, batch) ** 2)  # noqa: E731
-    case.assert_gradients(found, alone, (params["layers"],), 1e-11)
+        in_specs, out_specs = (P("data"), spec), P("data")
+        mapped = jax.shard_map(
+            scan, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+        return jax.eval_shape(mapped, *args)
+
+    assert run(None).shape == (8, 64)
+    with pytest.raises(ValueError, match="mesh"):
+        run(case.at(mesh, spec))
 
 
 @pytest.mark.filterwarnings("ignore:no parameter is a matrix")
