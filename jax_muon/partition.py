@@ -73,7 +73,7 @@ def partition(
     def build(
         tree: optax.Params, whole: Matrices
     ) -> optax.GradientTransformationExtraArgs:
-        labelled = _of_tree(whole, tree)
+        labelled = _restricted(whole, tree)
         _check_groups(labelled, groups)
         note().leaves.update(labelled)
         parts = read_parts(labelled, labelled.splits)
@@ -137,7 +137,7 @@ def built_for_each_tree(
     )
 
 
-def _of_tree(whole: Matrices, tree: optax.Params) -> Matrices:
+def _restricted(whole: Matrices, tree: optax.Params) -> Matrices:
     """The reading of a tree, which may be a part of the `whole` tree that was read."""
     parameters = {}
     for path, leaf in trees.leaves_with_paths(tree):

@@ -47,7 +47,7 @@ class Facts:
     pools: "dict[tuple[str, ...], list[Pool]]" = field(default_factory=dict)
     # Devices along each axis of the mesh, by name. orthogonalize -> describe
     sizes: dict[str, int] = field(default_factory=dict)
-    # Each `on_mesh`, with the specs of its leaves. on_mesh -> describe
+    # Each `on_mesh`, with the specs of its leaves. on_mesh -> describe, verify
     on_mesh: "list[tuple[MeshOptimizer, Placed]]" = field(default_factory=list)
 
 
