@@ -72,7 +72,8 @@ def make_train_step(
         NaN. With collectives or `scan_layers` in the loss the NaN spreads: then divide
         by `jnp.maximum(count, 1)`. A weight below 0 makes everything NaN.
       microbatches: number of parts in which a device takes its batch, one by one. The
-        sum of their gradients is sent once, but for layers of `scan_layers`.
+        sum of their gradients, in at least float32, is sent once, but for layers of
+        `scan_layers`.
       reduce_dtype: dtype in which gradients are sent; None for the parameters'.
       donate: whether parameters and state are updated in place.
 
