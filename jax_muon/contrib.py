@@ -217,8 +217,8 @@ def _injected(
                 'optax.inject_hyperparams pass static_args=("ns_steps", "eps")'
             )
         products = Products(tall=x.shape[-2] > x.shape[-1])
-        # Squares of 1e25, and fourth powers of 1e12, would be infinite. So elements
-        # above 2 are brought there by a power of two, which rounds nothing.
+        # Squares of 1e25, and fourth powers of 1e12, would be infinite. So larger ones
+        # are brought below 2 by a power of two, which rounds nothing: 1e25 is 1.03.
         largest = jnp.max(jnp.abs(dtypes.wide(x)), axis=(-2, -1), keepdims=True)
         exponent = jnp.maximum(jnp.frexp(largest)[1] - 1, 0)
         unit = jnp.ldexp(jnp.ones_like(largest), exponent)
