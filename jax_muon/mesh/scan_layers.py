@@ -98,7 +98,7 @@ def scan_layers(
     """
     layers = checks.as_arrays("layers", layers)
     lengths = {x.shape[:1] for x in jax.tree.leaves(layers)}
-    if len(lengths) > 1 or () in lengths:
+    if len(lengths) != 1 or () in lengths:
         expected = "one first axis, of layers, in all arrays"
         checks.refuse("first axes of layers", sorted(lengths), expected)
     treedef: PyTreeDef

@@ -95,6 +95,7 @@ REFUSED = [
     (step, {"max_aux": "largest"}, "max_aux=('largest',); expected entries .* []"),
     # --- layers ---
     (scan, {"specs": P("data")}, "along the axis of layers; expected"),
+    (scan, {"layers": {}}, "first axes of layers=[]; expected one"),
     (scan, {"layers": np.ones(())}, "first axes of layers=[()]; expected one"),
     (
         scan,
