@@ -203,6 +203,8 @@ def describe(
         tx.optimizer.layout.place(params)  # refuses shapes that do not show where
     gathers: list[bool | None] = []
     if isinstance(step, TrainStep):
+        if not batch:
+            checks.refuse("batch", batch, "that of the step, with others, or shapes")
         found = step.gathers(params, *batch)
         rows = zip(found.numbers, found.param_specs, strict=True)
         gathers = [number is not None if any(spec) else None for number, spec in rows]

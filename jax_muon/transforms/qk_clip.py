@@ -292,10 +292,11 @@ def max_attention_logits(
     checks.check_count("block_size", block_size)
     batch, time, heads, d = q.shape
     _, key_time, key_heads, _ = k.shape
-    if q.shape[::3] != k.shape[::3] or (causal and time != key_time):
+    same = q.shape[::3] == k.shape[::3] and (time == key_time or not causal)
+    if not same or heads % key_heads:
         raise ValueError(
             f"q of shape {q.shape} and k of shape {k.shape}; expected the same batch "
-            "and d, and the same time or causal=False"
+            "and d, the same time or causal=False, and key heads that divide the heads"
         )
     scale = d**-0.5 if scale is None else scale
     grouped = q.reshape(batch, time, key_heads, heads // key_heads, d)

@@ -265,6 +265,8 @@ WRONG = {
     "of shape .2, 4, 4, 8.; expected the same batch": lambda: measured((2, 4, 4, 8)),
     "of shape .2, 5, 4, 1.; expected the same batch": lambda: measured((2, 5, 4, 1)),
     "of shape .1, 5, 4, 8.; expected the same batch": lambda: measured((1, 5, 4, 8)),
+    "of shape .2, 5, 3, 8.; .* that divide the heads": lambda: measured((2, 5, 3, 8)),
+    "of shape .2, 5, 8, 8.; .* that divide the heads": lambda: measured((2, 5, 8, 8)),
     "gradient 'attn/q': .* of shape .1, 12.": lambda: use(
         ONE, S(4), grads={"attn": KERNEL | {"q": S((1, 12))}}
     ),
