@@ -134,31 +134,27 @@ def _reshaped_beside_others(
 ) -> AxisParts:
     """The same for a leaf in a concatenation, which begins somewhere along an axis.
 
-    Of a (24,) and b (40,) in a vector (64,), as rows (8, 8), b begins in row 3. As rows
+    Of a (24,) and b (40,) in a vector (64,), as rows (8, 8), b has rows 3 to 7. As rows
     (4, 16) it begins within one: then all its parts are on the axis of rows, and it
     begins at 24 of the vector.
     """
-    first, *others = parts[place]
-    block: AxisParts = ((first._replace(at=None), *others),)
+    is_in_rows, (first, *others) = _place_of_rows(parts) == place, parts[place]
     assert first.at
-    at, length = first.at
-    sizes = [length]
-    if _place_of_rows(parts) < 0:
-        block, sizes = (*block, *parts[place + 1 :]), [*sizes, *old[place + 1 :]]
-        at *= math.prod(old[place + 1 :])
-    before, size, none = math.prod(old[:place]), math.prod(sizes), ((),) * len(new)
-    for start in [a for a, n in enumerate(new) if n > 1]:
-        if math.prod(new[:start]) == before:
-            unit, rows = math.prod(new[start + 1 :]), new[start + 1 :]
-            own, *rest = reshaped(block, sizes, [size // unit, *rows])
-            if at % unit or size % unit or _size(own) != size // unit:
-                unit = 1
-                own, *rest = reshaped(block, sizes, [size])
-            first, *others = own or (AxisPart(None, 1, 1),)
-            outside = reshaped(parts[:place], old[:place], new[:start])
-            own = first._replace(at=(at // unit, size // unit)), *others
-            return (*outside, own, *rest, *none)[: len(new)]
-    return reshaped((*parts[:place], block[0], *parts[place + 1 :]), old, new)
+    block = (first._replace(at=None), *others)
+    row = [1 if is_in_rows else n for n in old[place + 1 :]]  # (8,) of rows (8, 8)
+    at, size = (n * math.prod(row) for n in first.at)
+    (vector,) = reshaped((block, *parts[place + 1 :]), [first.at[1], *row], [size])
+    before = math.prod(old[:place])
+    starts = [a for a, n in enumerate(new) if n > 1 and math.prod(new[:a]) == before]
+    if not starts:  # the leaf is in each row of an axis, as b in (2, 64) as (128,)
+        return reshaped((*parts[:place], block, *parts[place + 1 :]), old, new)
+    row, unit = new[starts[0] + 1 :], math.prod(new[starts[0] + 1 :])
+    own, *rest = reshaped((vector,), [size], [size // unit, *row])
+    if at % unit or size % unit or _size(own) != size // unit:
+        own, rest, unit = vector, [()] * len(row), 1
+    first, *others = own or (AxisPart(None, 1, 1),)
+    own = first._replace(at=(at // unit, size // unit)), *others
+    return (*reshaped(parts[:place], old[:place], new[: starts[0]]), own, *rest)
 
 
 # --- uses and values ------------------------------------------------------------------
