@@ -99,6 +99,10 @@ def conv(x, w):
     return out[0]
 
 
+def in_mapped_rows(w, length):
+    return lax.map(lambda row: 2 * row, w.reshape(-1, length)).reshape(w.shape)
+
+
 def in_windows(w):
     return lax.reduce_window(w.repeat(2, 0), 0.0, lax.add, (2, 1), (2, 1), "VALID")
 
@@ -465,6 +469,18 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
     "rows taken": (NET, net, [X], of(lambda w: jnp.take(w, jnp.arange(6), 0))),
     "rows stacked": (NET, net, [X], of(lambda w: jnp.stack([*w]))),
     "rows mapped": (NET, net, [X], of(lambda w: lax.map(lambda row: 2 * row, w))),
+    "two rows interleaved": (
+        {"w": floats(2, 8), "out": floats(8, 3)},
+        net,
+        [floats(5, 2)],
+        of(lambda w: jnp.stack([w[::2], w[1::2]], 1).reshape(w.shape)),
+    ),
+    "rows of other lengths mapped": (
+        NET,
+        net,
+        [X],
+        of(lambda w: in_mapped_rows(in_mapped_rows(w, 12), 3)),
+    ),
     "a block of one row": (NET, net, [X], by(blocks)),
     "a flat vector": (MODEL, model, [IDS], flat),
     "rows across wide matrices": (WIDE, model, [IDS], in_rows(24, before=0)),

@@ -58,9 +58,11 @@ def _put_together(y: Value, x: Value) -> dict[Use, frozenset[int]]:
     Returns the axes of such outputs.
     """
     for leaf in y.leaves.keys() & x.leaves.keys():
-        first, own = x.leaves[leaf][:1], axes_in(y.leaves[leaf])
-        if not axes_in(y.leaves[leaf], [0]) and not axes_in(first) & own:
-            y.leaves[leaf] = (*first, *y.leaves[leaf][1:])
+        first, row = x.leaves[leaf][:1], y.leaves[leaf][1:]
+        is_apart = not axes_in(first) & axes_in(row)
+        is_same = row == x.leaves[leaf][1:]  # of w (6, 8) as (4, 12), both have axis 1
+        if not axes_in(y.leaves[leaf], [0]) and (is_apart or is_same):
+            y.leaves[leaf] = (*first, *row)
     outputs = {}
     for result, parts in y.results.items() if y.data else ():
         if isinstance(result, Use):

@@ -71,11 +71,14 @@ def cut(
         value = value.between(old, starts, new)
     single = [a for a in range(len(old)) if new[a] == 1 < old[a]]
 
-    def rest(parts: AxisParts) -> AxisParts:
-        fits = fit(parts, new)
-        return tuple(() if a in single else x for a, x in enumerate(fits))
+    def part(parts: AxisParts) -> AxisParts:
+        each = zip(parts, old, new, strict=True)
+        return tuple(x if m == n else fitted(x, n) for x, m, n in each)
 
-    leaves = {leaf: fit(parts, new) for leaf, parts in value.leaves.items()}
+    def rest(parts: AxisParts) -> AxisParts:
+        return tuple(() if a in single else x for a, x in enumerate(part(parts)))
+
+    leaves = {leaf: part(parts) for leaf, parts in value.leaves.items()}
     rows, constant = value.axes_in(single), frozenset({CONSTANT})
     sides = {  # one row of what a constant moved is a row
         leaf: {a: x for a, x in of.items() if a not in rows[leaf] or x != constant}
@@ -238,9 +241,9 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         parts.append(part)
     result = _together(trace, eqn, parts)
     for leaf in [leaf for leaf in result.leaves if counts[leaf] > 1]:
-        for of_leaf in trace.cut_off(result, leaf):  # its rows, stacked again
-            if trace.shapes[leaf][of_leaf] == shape[axis]:
-                result.joined_again(leaf, axis, of_leaf, shape[axis])
+        for of_leaf, size in enumerate(trace.shapes[leaf]):  # its rows, stacked again
+            if size == shape[axis] and of_leaf not in result.sides.get(leaf, ()):
+                result.joined_again(leaf, axis, of_leaf, size)
     return result
 
 

@@ -101,10 +101,10 @@ def reshaped(parts: AxisParts, old: Shape, new: Shape) -> AxisParts:
     joined_at = [place for place, of in enumerate(parts) if of and of[0].at is not None]
     if joined_at:
         return _reshaped_beside_others(parts, joined_at[0], old, new)
-    left: list[AxisPart] = []  # the innermost first
-    for before, size in zip(reversed(parts), reversed(old), strict=True):
-        left += reversed(fitted(before, size) or free(size))
-    left = [x for x in left if x.size > 1]
+    if math.prod(map(_size, parts)) != math.prod(old):  # else (16, 3) was (6, 8)
+        pairs = zip(parts, old, strict=True)
+        parts = tuple(fitted(of_axis, size) or free(size) for of_axis, size in pairs)
+    left = [x for of_axis in parts for x in of_axis if x.size > 1][::-1]
     result = []
     for size in new:
         of_axis: list[AxisPart] = []
@@ -388,10 +388,13 @@ class Value:
 
     def joined_again(self, leaf: str, place: int, axis: int, size: int) -> None:
         """Note that rows of a leaf are put together again, as jnp.stack([*w])."""
-        parts = self.leaves[leaf]
+        one = axis, 1  # the part that one row has
+        parts = [
+            tuple(x for x in of if (x.axis, x.size) != one) for of in self.leaves[leaf]
+        ]
         if axis not in axes_in(parts) and not axes_in([parts[place]]) and size > 1:
-            whole = (AxisPart(axis, 1, size),)
-            self.leaves[leaf] = (*parts[:place], whole, *parts[place + 1 :])
+            parts[place] = (AxisPart(axis, 1, size),)
+            self.leaves[leaf] = (*parts,)
 
     def with_side(self, side: str, axes: Mapping[str, Iterable[int]]) -> "Value":
         """The same, with a side for some axes of its leaves."""
