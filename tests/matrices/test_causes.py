@@ -451,6 +451,26 @@ def compete(p, x, axis):
     return jnp.sum(jnp.tanh(y @ p["w"]) @ p["out"])
 
 
+def largest_apart(p, x):
+    return net(p, x, lambda x, w: x @ w - (x @ w).max(-1, keepdims=True))
+
+
+def distances(p, x, square=lambda z: jnp.sum(z**2, -1)):
+    """Distances of data to inducing points."""
+    far = square(x)[:, None] + square(p["points"]) - 2 * x @ p["points"].T
+    return jnp.sum(jnp.tanh(jnp.exp(-far) @ p["w"]) @ p["out"])
+
+
+def factors(p, x):
+    return jax.nn.sigmoid(x @ p["gate"]).mean(0)
+
+
+def of_vectors(p, x):
+    """Members that share their matrices, and have a vector each (BatchEnsemble)."""
+    return jax.vmap(lambda r: net(p, x * r))(p["r"]).sum()
+
+
+CENTERS = {"points": floats(7, 6), "w": floats(7, 8), "out": floats(8, 3)}
 COMPETING = dict.fromkeys(("k", "v", "w"), floats(6, 6)) | {
     "queries": floats(2, 6),
     "out": floats(6, 3),
@@ -677,9 +697,36 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
     "a lookup in a loop": (MODEL, model, [IDS], lookup_by(into_a_buffer)),
     "gates above a threshold": (
         EXPERTS,
-        softmax_by(),
+        softmax_above(lambda gates: lax.top_k(gates, 3)[0][:, 2:]),
         [X],
         softmax_above(lambda gates: jnp.sort(gates, -1)[:, 1:2]),
+    ),
+    "the largest gate": (
+        EXPERTS,
+        functools.partial(experts, weights=lambda z: jax.nn.one_hot(z.argmax(-1), 4)),
+        [X],
+        functools.partial(
+            experts, weights=lambda z: (z == z.max(-1, keepdims=True)).astype(z.dtype)
+        ),
+    ),
+    "a maximum in a gradient": (NET, largest_apart, [X], with_gradient(largest_apart)),
+    "squares by einsum": (
+        CENTERS,
+        distances,
+        [X],
+        functools.partial(distances, square=lambda z: jnp.einsum("ni,ni->n", z, z)),
+    ),
+    "a factor of a later matrix": (
+        {"gate": floats(6, 8), **NET},
+        lambda p, x: net(p, x, lambda x, w: (x @ w) * factors(p, x)),
+        [X],
+        lambda p, x: net(p, x, w=lambda w: w * factors(p, x)),
+    ),
+    "a sample of vectors of members": (
+        {"r": floats(4, 6), **NET},
+        of_vectors,
+        [X],
+        lambda p, x: lax.map(lambda x: of_vectors(p, x), x).sum(),
     ),
     "large gates": (EXPERTS, softmax_by(), [X], softmax_above(lambda gates: 0.1)),
     "a quotient by a power": (

@@ -116,6 +116,9 @@ class Product:
     def weight(self) -> int | None:
         """The operand (0 or 1) that is the parameter in this product, or None."""
         may_be = [self._may_be_weight(i) for i in (0, 1)]
+        if may_be == [True, True]:  # (x * r) @ w, of x (6,), r (4, 6) and w (6, 8)
+            by_data = [x.data and not (x.noise or x.picked) for x in self.values]
+            may_be = [not x for x in by_data] if any(by_data) else may_be
         if may_be == [True, True]:
             # A parameter that is repeated along an axis is like data, and so is a
             # function of a product of two.
@@ -196,6 +199,8 @@ def _of_weight(trace: Trace, product: Product, i: int) -> Value:
     sides = [side.get(a, outside) for a in range(len(product.shapes[i]))]
     kind = "convolved" if "padding" in eqn.params else "contracted"
     uses = trace.use(weight, kind, eqn, sides, by=other)
+    for use in uses:
+        trace.feed(weight, use.path)  # what made s, in x @ (w * s)
     for use in uses if not is_transposed else ():
         # lax.map(lambda row: x @ row, w.T): x does not turn with the rows, so they are
         # outputs. With x[i] @ w[i] it does, and they are a batch, as are layers, of

@@ -482,7 +482,12 @@ def _centers(leaf: Leaf) -> Answer | None:
     assert leaf.axes
     inside, batch, out = leaf.axes.reduction, {*leaf.axes.batch}, {*leaf.axes.output}
     sums = [x for x in leaf.uses if x.primitive in SUMS and x.left - batch == out]
-    if not any(all(not x.sides.get(a) for a in inside) for x in sums):
+
+    def is_summed(x: Use, axis: int) -> bool:  # also by einsum("ni,ni->n", c, c)
+        by_itself = {INNER} if not leaf.trace.met[leaf.path, axis] else {*()}
+        return x.sides.get(axis, by_itself) <= by_itself
+
+    if not any(all(is_summed(x, a) for a in inside) for x in sums):
         return None
     reason = f"its rows' distances to data are taken{leaf.at(*_PRODUCTS)}"
     return ADAMW, "centers", reason, leaf.axes

@@ -5,6 +5,7 @@ Where they meet data they are used: `x + bias`, `x * scale`. Behind a mask or a 
 all their elements they stay matrices as well, as in `x @ (w * mask)`.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from jax_muon.matrices.computation.values import (
 SCALES = ("mul", "div")
 _ACTIVATIONS = {"tanh", "logistic", "max", "sin", "cos", "erf", "exp", "exp2"}
 _ACTIVATIONS |= {"expm1", "log1p"}
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _HIDING = {"triangular_solve", "ffi_call"}  # not elementwise if all fits
 
 
@@ -192,6 +194,9 @@ def _described(op: Operation, result: Value) -> Value:
     result.noise &= name == "mul" or not made
     if name == "eq":  # ids[:, None] == arange(96)
         result.one_hot = sum(x.data for x in op.values) == 1
+    if name in _COMPARISONS:  # z == z.max() chooses like an argmax
+        for a, b in itertools.permutations(op.values):
+            result.choice |= a.extreme & b.outputs.keys()
     if name in SUMS:
         # tanh(a @ b) + tanh(c) is still a function of leaves, tanh(a @ b) + c is none;
         # but grid @ w + bias is: the grid's points are data then.

@@ -300,12 +300,13 @@ def _together(trace: Trace, eqn: JaxprEqn, parts: Sequence[Value]) -> Value:
 @rule("top_k", "approx_top_k", "sort")
 def _top_k(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     result = replace(joined(values), results={})
+    # A sort of several operands ranks: it gives indices. Of one it is a quantile.
+    chooses = eqn.primitive.name != "sort" or len(values) > 1
     for value in values:
-        # A sort of several operands ranks: it gives indices. Of one it is a quantile.
-        if eqn.primitive.name != "sort" or len(values) > 1:
-            shapes, of = trace.shapes, value.outputs.items()
-            whole = [u for u, x in of if u.path and u.is_whole(x, shapes[u.path])]
-            result.choice |= frozenset(whole)
+        shapes, of = trace.shapes, value.outputs.items()
+        whole = {u for u, x in of if u.path and u.is_whole(x, shapes[u.path])}
+        result.choice |= whole if chooses else frozenset()
+        result.extreme |= whole
         trace.use(value, "elementwise", eqn)
     return result
 
@@ -340,8 +341,11 @@ def _reduce(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     left = [a for a in places if a not in axes or name == "cumsum"]
     result = value.moved(lambda parts: tuple(parts[a] for a in left))
     result = reduced(trace, eqn, result, value, axes)
+    of = frozenset(use for use in along if along[use])
     if name.startswith("arg"):
-        result.choice |= {use for use in along if along[use]}
+        result.choice |= of
+    if name in ("reduce_max", "reduce_min"):
+        result.extreme = of
     if not any(map(axes_in, result.results.values())):  # a norm weighs no keys
         result.is_exponential = False
     return replace(result, one_hot=False)

@@ -326,8 +326,9 @@ class Trace:
         """
         among = {use.path for use in chosen.sources}
         others = [x for x in others if not set() < {u.path for u in x.sources} <= among]
-        # Backwards, chosen values meet gradients, as in z.T @ g of a one-hot z @ w.
-        others = [x for x in others if not x.is_gradient]
+        # Backwards, chosen values meet gradients, as in z.T @ g of a one-hot z @ w; and
+        # the gradient of a maximum goes where the maximum is.
+        others = [x for x in others if not (x.is_gradient or chosen.is_gradient)]
         is_routing = any(x.leaves or (x.data and not x.noise) for x in others)
         for use in chosen.choice if is_routing else ():
             self.note("chooses", use)

@@ -148,7 +148,8 @@ def _reshaped_beside_others(
     starts = [a for a, n in enumerate(new) if n > 1 and math.prod(new[:a]) == before]
     if not starts:  # the leaf is in each row of an axis, as b in (2, 64) as (128,)
         return reshaped((*parts[:place], block, *parts[place + 1 :]), old, new)
-    row, unit = new[starts[0] + 1 :], math.prod(new[starts[0] + 1 :])
+    row = [*new[starts[0] + 1 :]]
+    unit = math.prod(row)
     own, *rest = reshaped((vector,), [size], [size // unit, *row])
     if at % unit or size % unit or _size(own) != size // unit:
         own, rest, unit = vector, [()] * len(row), 1
@@ -268,6 +269,7 @@ class Value:
     softmax: str = ""  # how far it is on the way to one: see `trace.softmax`
     is_exponential: bool = False  # of anything in it
     choice: frozenset[Use] = frozenset()  # among whose outputs a top-k chose it
+    extreme: frozenset[Use] = frozenset()  # of whose outputs it is a maximum, or sorted
     numbers: Callable[[], ArrayLike] | None = None  # the numbers of a constant
     is_gradient: bool = False  # it comes from a product that JAX transposed
     turns: frozenset[int] = frozenset()  # loops in whose turns it differs
