@@ -461,6 +461,19 @@ def distances(p, x, square=lambda z: jnp.sum(z**2, -1)):
     return jnp.sum(jnp.tanh(jnp.exp(-far) @ p["w"]) @ p["out"])
 
 
+def in_one_hots(places):
+    return jax.nn.one_hot(places, 4).sum(1)
+
+
+def with_ones(places):
+    return jnp.zeros((len(places), 4)).at[np.arange(5)[:, None], places].set(1.0)
+
+
+def of_heads(p, ids, shape):
+    h = jnp.tanh(p["emb"][ids].reshape(shape) @ p["w"])
+    return jnp.sum(h.reshape(5, 16) @ p["out"])
+
+
 def factors(p, x):
     return jax.nn.sigmoid(x @ p["gate"]).mean(0)
 
@@ -708,6 +721,24 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         functools.partial(
             experts, weights=lambda z: (z == z.max(-1, keepdims=True)).astype(z.dtype)
         ),
+    ),
+    "gates above a quantile": (
+        EXPERTS,
+        softmax_above(lambda gates: lax.top_k(gates, 3)[0][:, 2:]),
+        [X],
+        softmax_above(lambda gates: jnp.quantile(gates, 0.5, -1, keepdims=True)),
+    ),
+    "places of the largest gates": (
+        EXPERTS,
+        functools.partial(experts, weights=lambda z: in_one_hots(lax.top_k(z, 2)[1])),
+        [X],
+        functools.partial(experts, weights=lambda z: with_ones(lax.top_k(z, 2)[1])),
+    ),
+    "heads of rows": (
+        {"emb": floats(9, 6), "w": floats(3, 8), "out": floats(16, 3)},
+        functools.partial(of_heads, shape=(5, 2, 3)),
+        [IDS],
+        functools.partial(of_heads, shape=(10, 3)),
     ),
     "a maximum in a gradient": (NET, largest_apart, [X], with_gradient(largest_apart)),
     "squares by einsum": (

@@ -129,10 +129,11 @@ class Product:
         return may_be.index(True) if may_be[0] != may_be[1] else None
 
     def _may_be_weight(self, i: int) -> bool:
-        """True for leaves; of those that data picked from, some axes on both sides."""
+        """True for leaves; of those that data picked from, other axes on both sides."""
         value = self.values[i]
         sides = [value.axes_in(places[i]) for places in (self.contract, self.free)]
-        picked = all(any(of.values()) for of in sides)
+        inside, outside = (of.values() for of in sides)
+        picked = all(a and b and a != b for a, b in zip(inside, outside, strict=True))
         return bool(value.leaves) and (not value.picked or picked)
 
 

@@ -271,10 +271,12 @@ def _update(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         over = [a for a in of_rows if a not in window.values()]
         moved = updates.moved(lambda parts: fit(placed(parts, window, shape), shape))
         updates = reduced(trace, eqn, moved, updates, over)
-    turns = joined(indices).turns
+    index = joined(indices)
     for (leaf, axis), loop in updates.rows.items():
-        if turns == {loop} and len(rows) == 1:  # a row in each turn
+        if index.turns == {loop} and len(rows) == 1:  # a row in each turn
             updates.joined_again(leaf, rows[0], axis, shape[rows[0]])
+    if index.data and not any(x.data or x.leaves for x in (array, updates)):
+        return replace(index, results={}, one_hot=True)  # zeros.at[ids].set(1.0)
     return _together(trace, eqn, [array, updates])
 
 

@@ -447,6 +447,7 @@ def joined(values: Sequence[Value]) -> Value:
         softmax=states.pop() if len(states) == 1 else "",
         is_exponential=any(value.is_exponential for value in values),
         choice=frozenset(use for value in values for use in value.choice),
+        extreme=frozenset(use for value in values for use in value.extreme),
         is_gradient=any(value.is_gradient for value in values),
         turns=frozenset(loop for value in values for loop in value.turns),
     )
