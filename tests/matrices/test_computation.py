@@ -154,11 +154,19 @@ def hidden(params, x):
     return jnp.mean(kernel(x, params["w"]))
 
 
+def cayley(params, x):
+    """A rotation by the inverse of a matrix times another function of it."""
+    one = jnp.eye(len(params["w"]))
+    turn = jnp.linalg.inv(one + params["w"]) @ (one - params["w"])
+    return jnp.mean(jnp.tanh(x @ turn) @ params["last"])
+
+
 BOTH = f"{at(contradiction, 'x @')}, {at(contradiction, 'einsum')}"
 UNREAD = [  # function, shapes of parameters and of x, words
     (contradiction, {"w": (24, 8), "last": (8, 3)}, (5, 24), f"'w': .*{BOTH}"),
     (solve, {"w": (8, 8)}, (8, 8), "it goes into triangular_solve"),
     (hidden, {"w": (8, 8)}, (8, 8), "it goes into pallas_call"),
+    (cayley, {"w": (8, 8), "last": (8, 3)}, (5, 8), "it is multiplied by itself, and"),
     (factors, {"u": (9, 3), "v": (3, 7)}, (9, 7), "nothing but parameters and const"),
     (lambda p, x: x, {"a": (4, 4), "b": (4,)}, (3,), "on none of the 2 parameters"),
 ]

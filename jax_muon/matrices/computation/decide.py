@@ -640,6 +640,8 @@ def _matrix_axes(leaf: Leaf, use: Use) -> MatrixAxes | str:
     sides = {axis: {*found.sides[use].get(axis, ())} for axis in range(len(shape))}
     for axis, x in sides.items():
         if INNER in x and "either" in found.marks[use]:
+            if not leaf.trace.met[leaf.path, axis]:
+                return "it is multiplied by itself, and either factor may be data,"
             return "of two parameters multiplied with each other either may be data,"
         if INNER in x:
             inner = _inner_side(use, axis, leaf.trace, found, {use.path})
