@@ -359,7 +359,7 @@ def projected(p, ids, change=lambda w: w):
 
 
 def with_noise(w):
-    return w + 0 * jax.random.normal(jax.random.key(0), w.shape)
+    return w + 0 * jax.random.normal(jax.random.key(0), jnp.shape(w))
 
 
 def of_codes(p, y, codes=lambda p: jnp.tanh(p["codes"] @ p["f"])):
@@ -705,6 +705,18 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         model,
         [IDS],
         lookup_by(lambda table, ids: jnp.eye(9)[ids] @ table),
+    ),
+    "bags of words": (
+        MODEL,
+        lambda p, ids: net(p, p["emb"][ids].sum(1)),
+        [integers(5, 3)],
+        lambda p, ids: net(p, jax.nn.one_hot(ids, 9).sum(1) @ p["emb"]),
+    ),
+    "dropout of words": (
+        MODEL,
+        model,
+        [IDS],
+        lambda p, ids: net(p, with_noise(1) * jax.nn.one_hot(ids, 9) @ p["emb"]),
     ),
     "a lookup by masks": (MODEL, model, [IDS], lookup_by(by_masks)),
     "a lookup in a loop": (MODEL, model, [IDS], lookup_by(into_a_buffer)),

@@ -443,7 +443,8 @@ def joined(values: Sequence[Value]) -> Value:
         activated=any(value.activated for value in values),
         results=results,
         sources=frozenset(use for value in values for use in value.sources),
-        one_hot=bool(data) and all(value.one_hot for value in data),
+        one_hot=any(x.one_hot for x in data)
+        and all(x.one_hot or x.noise for x in data),
         softmax=states.pop() if len(states) == 1 else "",
         is_exponential=any(value.is_exponential for value in values),
         choice=frozenset(use for value in values for use in value.choice),
