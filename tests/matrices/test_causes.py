@@ -860,6 +860,31 @@ def reading(params, loss, args):
     return found
 
 
+ORDER = np.arange(126)[::-1]
+UNFOLLOWED = {  # what becomes of a vector of three parameters, and is undone
+    "permuted": lambda v: v[ORDER][ORDER],
+    "rolled": lambda v: jnp.roll(jnp.roll(v, 5), -5),
+    "rows transposed": lambda v: v.reshape(7, 18).T.reshape(-1).reshape(18, 7).T,
+    "wide rows transposed": lambda v: v.reshape(6, 21).T.reshape(-1).reshape(21, 6).T,
+    "rows joined": lambda v: jnp.concatenate([*v.reshape(7, 18)]),
+    "rows stacked": lambda v: jnp.stack([*v.reshape(7, 18)]),
+    "rows in a loop": lambda v: lax.fori_loop(
+        0, 7, lambda i, y: y.at[i].set(v.reshape(7, 18)[i]), jnp.zeros((7, 18))
+    ),
+    "set beside zeros": lambda v: jnp.zeros(130).at[2:128].set(v)[2:128],
+}
+
+
+@pytest.mark.parametrize("name", UNFOLLOWED)
+def test_an_order_that_is_not_followed(name):
+    def loss(p, ids):
+        vector, back = ravel_pytree(p)
+        return model(back(UNFOLLOWED[name](vector).reshape(-1)), ids)
+
+    with pytest.raises(ValueError, match="several parameters whose order is not foll"):
+        jm.find_matrices(MODEL, loss, IDS)
+
+
 @pytest.mark.parametrize("name", SAME)
 def test_another_form(name):
     params, loss, args, other = SAME[name]

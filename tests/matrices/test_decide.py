@@ -1,8 +1,10 @@
 """Every rule of the reading is needed: a program is read otherwise without it."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from jax_muon.matrices.computation import decide
 from jax_muon.matrices.computation.read import read_uses
@@ -38,10 +40,23 @@ def set_in_a_buffer(p, x):
     return jnp.sum(jnp.tanh(x @ w) @ p["out"])
 
 
+def in_another_order(p, x):
+    """Both matrices in one vector, whose elements are permuted."""
+    vector, back = ravel_pytree(p)
+    p = back(vector[np.arange(len(vector))[::-1]])
+    return jnp.sum(jnp.tanh(x @ p["w"]) @ p["out"])
+
+
 SIZES = {"w": floats(6, 8), "out": floats(8, 3)}
 OWN = {
     loss: Program(loss, SIZES, (floats(5, 6),), {})
-    for loss in (outputs_in_turns, two_products, behind_a_barrier, set_in_a_buffer)
+    for loss in (
+        outputs_in_turns,
+        two_products,
+        behind_a_barrier,
+        set_in_a_buffer,
+        in_another_order,
+    )
 }
 
 # What follows from each kind of edge, and each label: a program that shows it.
@@ -69,6 +84,7 @@ EDGES = {
 }
 LABELS = {
     "_unused": "tied_embedding_and_mlp",
+    "_lost": in_another_order,
     "_embedding": "grouped_queries",
     "_hidden": "sampled_rows_of_the_head",
     "_elementwise": "sharpness_aware",

@@ -409,6 +409,14 @@ def _unused(leaf: Leaf) -> Answer | None:
     return ADAMW, "unused", "the result does not depend on it", None
 
 
+def _lost(leaf: Leaf) -> Answer | None:
+    """v[order][:24] of several parameters in one vector v."""
+    if not any(use.kind == "lost" for use in leaf.every):
+        return None
+    reason = "it is cut out of several parameters whose order is not followed"
+    return MUON, "unknown", f"{reason}{leaf.at('lost')}", None
+
+
 def _embedding(leaf: Leaf) -> Answer | None:
     """emb[ids]: rows, not matrices w[expert] that data picks and multiplies by."""
     kinds = {use.kind for use in leaf.every}
@@ -551,6 +559,7 @@ def _kernel_of_role(leaf: Leaf) -> Answer | None:
 
 LABELS: list[Callable[[Leaf], Answer | None]] = [
     _unused,
+    _lost,
     _embedding,
     _hidden,
     _elementwise,

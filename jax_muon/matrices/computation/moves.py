@@ -22,6 +22,7 @@ from jax_muon.matrices.computation.values import (
     joined,
     placed,
     reshaped,
+    scattered,
 )
 
 
@@ -159,8 +160,10 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     def taken(parts: AxisParts) -> AxisParts:  # a constant index rearranges axes
         result = [*fit(placed(parts, source, new), new)]
         for a, of in along.items():
-            each = [x._replace(at=None) for axis in of for x in parts[axis]]
-            result[a] = fitted(each, new[a])
+            each = [x for axis in of for x in parts[axis]]
+            is_joined = any(x.at for x in each)
+            result[a] = fitted([x._replace(at=None) for x in each], new[a])
+            result[a] = scattered(result[a]) if is_joined else result[a]
         return tuple(result)
 
     return pick(trace, eqn, value.moved(taken), index)
@@ -235,9 +238,15 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         values, sizes, itertools.accumulate(sizes), strict=True
     ):
         part = value.moved(lambda parts: fit(parts, shape))
-        for leaf in [leaf for leaf in value.leaves if counts[leaf] == 1]:
-            part.leaves[leaf] = value.leaves[leaf]
-            part.joined_at(leaf, axis, stop - size, size, shape)
+        for leaf, of in value.leaves.items():
+            if counts[leaf] == 1:
+                part.leaves[leaf] = of
+                part.joined_at(leaf, axis, stop - size, size, shape)
+            elif len(counts) > 1:  # parts of a leaf beside others
+                part.leaves[leaf] = tuple(
+                    scattered(x) if x and (a == axis or x[0].at) else x
+                    for a, x in enumerate(of)
+                )
         parts.append(part)
     result = _together(trace, eqn, parts)
     for leaf in [leaf for leaf in result.leaves if counts[leaf] > 1]:
@@ -257,6 +266,7 @@ def _update(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         single = [a for a, n in enumerate(sizes) if n == 1 < shape[a]]
         rows = [a for a in single if indices[a].turns]
         updates = updates.moved(lambda parts: fit(parts, shape))
+        part = dict(enumerate(sizes))
     else:
         indices, updates = [values[1]], values[2]
         numbers, sizes = eqn.params["dimension_numbers"], shape_of(eqn.invars[2])
@@ -268,9 +278,15 @@ def _update(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         if len(of_rows) == len(rows):  # each index has an axis of its own
             pairs = zip(rows, of_rows, strict=True)
             window |= {row: a for row, a in pairs if shape[row] >= sizes[a]}
+        part = {a: sizes[of] for a, of in window.items()}
         over = [a for a in of_rows if a not in window.values()]
         moved = updates.moved(lambda parts: fit(placed(parts, window, shape), shape))
         updates = reduced(trace, eqn, moved, updates, over)
+    for leaf, of in updates.leaves.items():
+        updates.leaves[leaf] = tuple(
+            scattered(x) if x and x[0].at and part.get(a) != n else x
+            for a, (x, n) in enumerate(zip(of, shape, strict=True))
+        )
     index = joined(indices)
     for (leaf, axis), loop in updates.rows.items():
         if index.turns == {loop} and len(rows) == 1:  # a row in each turn

@@ -26,6 +26,7 @@ from jax_muon.matrices.computation.values import (
     BATCH,
     CONSTANT,
     IN,
+    LOST,
     OUT,
     SUMMED,
     Edge,
@@ -191,10 +192,11 @@ class Trace:
             if key not in self._numbers:
                 self._numbers[key] = len(self._numbers), jaxprs.line_of(calls)
             known = value.sides.get(leaf, {}).items()
+            is_lost = any(of_axis and of_axis[0].at == LOST for of_axis in parts)
             use = Use(
                 self._numbers[key][0],
                 leaf,
-                kind,
+                "lost" if is_lost else kind,
                 self._numbers[key][1],
                 calls,
                 sides=self._sides(value, leaf, sides),

@@ -31,6 +31,9 @@ class AxisPart(NamedTuple):
     at: tuple[int, int] | None = None
 
 
+# Places of leaves whose order along an axis is unknown, as in v[order] of a flat vector
+# v; and of those that may be in a slice of it.
+SCATTERED, LOST = (-1, 0), (-2, 0)
 # The parts of each axis of a value, the outermost first.
 AxisParts = tuple[tuple[AxisPart, ...], ...]
 Shape = Sequence[int]
@@ -75,6 +78,8 @@ def between(
     """
     if not of_axis or of_axis[0].at is None:
         return of_axis
+    if of_axis[0].at in (SCATTERED, LOST):
+        return scattered(of_axis, LOST)
     at, length = of_axis[0].at
     low, high = max(at, start), min(at + length, start + size)
     if low >= high:
@@ -82,6 +87,14 @@ def between(
     place = None if high - low == size else (low - start, high - low)
     first, *rest = fitted((of_axis[0]._replace(at=None), *of_axis[1:]), high - low)
     return (first._replace(at=place), *rest)
+
+
+def scattered(
+    of_axis: tuple[AxisPart, ...], at: tuple[int, int] = SCATTERED
+) -> tuple[AxisPart, ...]:
+    """The parts of an axis of several leaves, whose order is unknown."""
+    first, *others = of_axis
+    return (first._replace(at=first.at if first.at == LOST else at), *others)
 
 
 def fitted(of_axis: Sequence[AxisPart], size: int) -> tuple[AxisPart, ...]:
@@ -140,14 +153,15 @@ def _reshaped_beside_others(
     """
     is_in_rows, (first, *others) = _place_of_rows(parts) == place, parts[place]
     assert first.at
-    block = (first._replace(at=None), *others)
+    block, before = (first._replace(at=None), *others), math.prod(old[:place])
+    starts = [a for a, n in enumerate(new) if n > 1 and math.prod(new[:a]) == before]
+    if not starts or first.at in (SCATTERED, LOST):  # or b in (2, 64) as (128,)
+        result = reshaped((*parts[:place], block, *parts[place + 1 :]), old, new)
+        kind, axes = LOST if first.at == LOST else SCATTERED, axes_in((block,))
+        return tuple(scattered(x, kind) if axes_in((x,)) & axes else x for x in result)
     row = [1 if is_in_rows else n for n in old[place + 1 :]]  # (8,) of rows (8, 8)
     at, size = (n * math.prod(row) for n in first.at)
     (vector,) = reshaped((block, *parts[place + 1 :]), [first.at[1], *row], [size])
-    before = math.prod(old[:place])
-    starts = [a for a, n in enumerate(new) if n > 1 and math.prod(new[:a]) == before]
-    if not starts:  # the leaf is in each row of an axis, as b in (2, 64) as (128,)
-        return reshaped((*parts[:place], block, *parts[place + 1 :]), old, new)
     row = [*new[starts[0] + 1 :]]
     unit = math.prod(row)
     own, *rest = reshaped((vector,), [size], [size // unit, *row])
@@ -329,7 +343,8 @@ class Value:
             return part.moved(lambda parts: reshaped(parts, after, sizes))
         leaves = {}
         for leaf, parts in self.leaves.items():
-            inside = [*map(between, parts, starts, sizes)]
+            each = zip(parts, old, starts, sizes, strict=True)
+            inside = [x if m == n else between(x, at, n) for x, m, at, n in each]
             there = tuple(x for x in inside if x is not None)
             if len(there) == len(inside):
                 leaves[leaf] = there
@@ -344,6 +359,8 @@ class Value:
         parts = self.leaves[leaf]
         free_part = [AxisPart(None, 1, size)]
         first, *rest = parts[place] if axes_in([parts[place]]) else free_part
+        if first.at in (SCATTERED, LOST):
+            return
         at, length = first.at or (0, size)
         if _place_of_rows(parts) == place:  # then it is at an element, in no row
             start *= math.prod(shape[place + 1 :])
