@@ -35,6 +35,7 @@ from tests.programs import (  # noqa: F401
     later,
     layers,
     losses,
+    memories_and_flows,
     models,
     products,
     sequences,
