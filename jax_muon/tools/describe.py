@@ -204,7 +204,7 @@ def describe(
     gathers: list[bool | None] = []
     if isinstance(step, TrainStep):
         if not batch:
-            checks.refuse("batch", batch, "that of the step, with others, or shapes")
+            checks.refuse("batch", batch, "the batch and others of the step, or shapes")
         found = step.gathers(params, *batch)
         rows = zip(found.numbers, found.param_specs, strict=True)
         gathers = [number is not None if any(spec) else None for number, spec in rows]

@@ -89,7 +89,7 @@ def test_layers_that_no_scan_gathers():
     # Each sends three quarters of a matrix: for sums of gradients, and in gathers.
     sent = "gradients 25.0 KB, gathers 24.6 KB"
     assert re.search(f"each sends in a step: orthogonalize .*, {sent}$", said)
-    with pytest.raises(ValueError, match=r"batch=\(\); expected that of the step"):
+    with pytest.raises(ValueError, match=r"batch=\(\); expected the batch and others"):
         jm.describe(step, params)
     said = str(jm.describe(tx, params))
     sent = "gradients 0 B, gathers 0 B"
