@@ -103,6 +103,27 @@ def in_mapped_rows(w, length):
     return lax.map(lambda row: 2 * row, w.reshape(-1, length)).reshape(w.shape)
 
 
+def on_devices(function, x):
+    """A function of each half of an array, on two devices."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P("d")
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=spec, out_specs=jax.P(), check_vma=False
+    )(x)
+
+
+def scattered_sums(y):
+    part = lax.psum_scatter(y[0, :2], "d")
+    return jnp.concatenate([lax.all_gather(part, "d"), y[0, 2:]])
+
+
+def in_sharded_rows(w):
+    """A flat vector as a row on each device, gathered (FSDP)."""
+    rows = w.reshape(2, -1)
+    flat = on_devices(lambda v: lax.all_gather(v[0], "d", tiled=True), rows)
+    return flat.reshape(w.shape)
+
+
 def in_windows(w):
     return lax.reduce_window(w.repeat(2, 0), 0.0, lax.add, (2, 1), (2, 1), "VALID")
 
@@ -514,6 +535,24 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         [X],
         of(lambda w: in_mapped_rows(in_mapped_rows(w, 12), 3)),
     ),
+    "gathered from devices": (
+        NET,
+        net,
+        [X],
+        of(lambda w: on_devices(lambda v: lax.all_gather(v, "d"), w).reshape(6, 8)),
+    ),
+    "scattered sums": (
+        NET,
+        net,
+        [X],
+        by(lambda x, w: on_devices(scattered_sums, jnp.stack([x @ w] * 2))),
+    ),
+    "flat rows gathered from devices": (
+        {"w": floats(3, 8), "out": floats(8, 3)},
+        net,
+        [floats(5, 3)],
+        of(in_sharded_rows),
+    ),
     "a block of one row": (NET, net, [X], by(blocks)),
     "a flat vector": (MODEL, model, [IDS], flat),
     "rows across wide matrices": (WIDE, model, [IDS], in_rows(24, before=0)),
@@ -881,7 +920,7 @@ def test_an_order_that_is_not_followed(name):
         vector, back = ravel_pytree(p)
         return model(back(UNFOLLOWED[name](vector).reshape(-1)), ids)
 
-    with pytest.raises(ValueError, match="several parameters whose order is not foll"):
+    with pytest.raises(ValueError, match="a vector, or of rows, whose order is not f"):
         jm.find_matrices(MODEL, loss, IDS)
 
 

@@ -413,7 +413,7 @@ def _lost(leaf: Leaf) -> Answer | None:
     """v[order][:24] of several parameters in one vector v."""
     if not any(use.kind == "lost" for use in leaf.every):
         return None
-    reason = "it is cut out of several parameters whose order is not followed"
+    reason = "it is cut out of a vector, or of rows, whose order is not followed"
     return MUON, "unknown", f"{reason}{leaf.at('lost')}", None
 
 

@@ -12,6 +12,7 @@ from jax_muon.base.jaxprs import shape_of
 from jax_muon.matrices.computation.trace import Trace, rule
 from jax_muon.matrices.computation.values import (
     CONSTANT,
+    LOST,
     SUMMED,
     AxisParts,
     Shape,
@@ -20,6 +21,7 @@ from jax_muon.matrices.computation.values import (
     fit,
     fitted,
     joined,
+    place_of_rows,
     placed,
     reshaped,
     scattered,
@@ -46,6 +48,11 @@ def _move(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if name == "broadcast_in_dim":
         to = enumerate(params["broadcast_dimensions"])
         source = {place: a for a, place in to if old[a] == new[place]}
+    elif len(old) < len(new):  # from all devices: a shard (3, 20) as (4, 3, 20)
+        at = params["all_gather_dimension"]
+        source = {a: a - (a > at) for a in range(len(new)) if a != at}
+    elif len(old) > len(new):
+        source = {a: a + (a >= params["scatter_dimension"]) for a in range(len(new))}
     result = values[0].moved(lambda parts: fit(placed(parts, source, new), new))
     if name == "pad" and not any(inner for *_, inner in params["padding_config"]):
         result.leaves |= values[0].leaves
@@ -73,8 +80,14 @@ def cut(
     single = [a for a in range(len(old)) if new[a] == 1 < old[a]]
 
     def part(parts: AxisParts) -> AxisParts:
-        each = zip(parts, old, new, strict=True)
-        return tuple(x if m == n else fitted(x, n) for x, m, n in each)
+        return tuple(
+            x
+            if old[a] == new[a]
+            else scattered(x, LOST)  # of each row, a part of another parameter
+            if starts is None and a == place_of_rows(parts)
+            else fitted(x, new[a])
+            for a, x in enumerate(parts)
+        )
 
     def rest(parts: AxisParts) -> AxisParts:
         return tuple(() if a in single else x for a, x in enumerate(part(parts)))

@@ -114,28 +114,31 @@ def reshaped(parts: AxisParts, old: Shape, new: Shape) -> AxisParts:
     joined_at = [place for place, of in enumerate(parts) if of and of[0].at is not None]
     if joined_at:
         return _reshaped_beside_others(parts, joined_at[0], old, new)
-    if math.prod(map(_size, parts)) != math.prod(old):  # else (16, 3) was (6, 8)
+    shards, more = divmod(math.prod(map(_size, parts)), math.prod(old) or 1)
+    if shards > 1 and not more and new:  # a shard (1, 30) of rows (8, 30), as (30,)
+        new = [shards * new[0], *new[1:]]
+    elif shards != 1 or more:
         pairs = zip(parts, old, strict=True)
         parts = tuple(fitted(of_axis, size) or free(size) for of_axis, size in pairs)
     left = [x for of_axis in parts for x in of_axis if x.size > 1][::-1]
-    result = []
+    result, is_mixed = [], False
     for size in new:
         of_axis: list[AxisPart] = []
         while size > 1 and left:
             axis, stride, length, whole, _ = left.pop()
             taken = math.gcd(size, length)
             if taken == 1:  # they do not divide each other: both get this axis
-                taken, size = length, size * length
+                taken, size, is_mixed = length, size * length, True
             if rest := length // taken - 1:
                 left.append(AxisPart(axis, stride, rest + 1, False))
                 whole = False
             of_axis.append(AxisPart(axis, stride * (length // taken), taken, whole))
             size //= taken
         result.append(tuple(of_axis))
-    return tuple(result)
+    return tuple(scattered(x) if x and is_mixed else x for x in result)
 
 
-def _place_of_rows(parts: AxisParts) -> int:
+def place_of_rows(parts: AxisParts) -> int:
     """The axis of rows that a leaf is on which begins within a row; -1 for others."""
     last = max((place for place, of_axis in enumerate(parts) if of_axis), default=-1)
     is_joined = last >= 0 and parts[last][0].at is not None
@@ -151,14 +154,16 @@ def _reshaped_beside_others(
     (4, 16) it begins within one: then all its parts are on the axis of rows, and it
     begins at 24 of the vector.
     """
-    is_in_rows, (first, *others) = _place_of_rows(parts) == place, parts[place]
+    is_in_rows, (first, *others) = place_of_rows(parts) == place, parts[place]
     assert first.at
     block, before = (first._replace(at=None), *others), math.prod(old[:place])
     starts = [a for a, n in enumerate(new) if n > 1 and math.prod(new[:a]) == before]
-    if not starts or first.at in (SCATTERED, LOST):  # or b in (2, 64) as (128,)
+    if first.at == LOST:
+        return (parts[place], *[()] * len(new))[: len(new)]
+    if not starts or first.at == SCATTERED:  # or b in (2, 64) as (128,)
         result = reshaped((*parts[:place], block, *parts[place + 1 :]), old, new)
-        kind, axes = LOST if first.at == LOST else SCATTERED, axes_in((block,))
-        return tuple(scattered(x, kind) if axes_in((x,)) & axes else x for x in result)
+        axes = axes_in((block,))
+        return tuple(scattered(x) if axes_in((x,)) & axes else x for x in result)
     row = [1 if is_in_rows else n for n in old[place + 1 :]]  # (8,) of rows (8, 8)
     at, size = (n * math.prod(row) for n in first.at)
     (vector,) = reshaped((block, *parts[place + 1 :]), [first.at[1], *row], [size])
@@ -332,7 +337,7 @@ class Value:
 
     def between(self, old: Shape, starts: Shape, sizes: Shape) -> "Value":
         """The same with the leaves of this part alone."""
-        place = max(map(_place_of_rows, self.leaves.values()), default=-1)
+        place = max(map(place_of_rows, self.leaves.values()), default=-1)
         if place >= 0:  # all rows as one axis, if the part has whole rows
             if [*old[place + 1 :]] != [*sizes[place + 1 :]]:
                 return self
@@ -359,10 +364,10 @@ class Value:
         parts = self.leaves[leaf]
         free_part = [AxisPart(None, 1, size)]
         first, *rest = parts[place] if axes_in([parts[place]]) else free_part
-        if first.at in (SCATTERED, LOST):
+        if first.at == LOST or (first.at == SCATTERED and len(self.leaves) > 1):
             return
-        at, length = first.at or (0, size)
-        if _place_of_rows(parts) == place:  # then it is at an element, in no row
+        at, length = first.at if first.at and first.at[0] >= 0 else (0, size)
+        if place_of_rows(parts) == place:  # then it is at an element, in no row
             start *= math.prod(shape[place + 1 :])
         of_axis = (first._replace(at=(start + at, length)), *rest)
         self.leaves[leaf] = (*parts[:place], of_axis, *parts[place + 1 :])
