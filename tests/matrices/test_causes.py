@@ -504,6 +504,29 @@ def of_vectors(p, x):
     return jax.vmap(lambda r: net(p, x * r))(p["r"]).sum()
 
 
+def weigh(e, v):
+    return jnp.einsum("hqk,khd->qhd", e / e.sum(-1, keepdims=True), v)
+
+
+def weigh_and_divide(e, v):
+    return jnp.einsum("hqk,khd->qhd", e, v) / e.sum(-1).T[..., None]
+
+
+def gated_attention(p, x, weigh=weigh):
+    """Attention whose values a gate of the queries scales."""
+    q, k, v = ((x @ p[name]).reshape(5, 2, 3) for name in "qkv")
+    y = weigh(jnp.exp(jnp.einsum("qhd,khd->hqk", q, k)), v).reshape(5, 6)
+    y *= jax.nn.sigmoid(q.reshape(5, 6) @ p["gate"])
+    return jnp.sum(jnp.tanh(y @ p["w"]) @ p["out"])
+
+
+def soft_targets(p, x, q, mean=functools.partial(jnp.einsum, "bc,bc->")):
+    return -mean(q, jax.nn.log_softmax(jnp.tanh(x @ p["w"]) @ p["out"]))
+
+
+GATED_HEADS = dict.fromkeys(("q", "k", "v", "gate", "w"), floats(6, 6)) | {
+    "out": floats(6, 3)
+}
 CENTERS = {"points": floats(7, 6), "w": floats(7, 8), "out": floats(8, 3)}
 COMPETING = dict.fromkeys(("k", "v", "w"), floats(6, 6)) | {
     "queries": floats(2, 6),
@@ -791,6 +814,18 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         [IDS],
         functools.partial(of_heads, shape=(10, 3)),
     ),
+    "sums of values divided": (
+        GATED_HEADS,
+        gated_attention,
+        [X],
+        functools.partial(gated_attention, weigh=weigh_and_divide),
+    ),
+    "targets by einsum": (
+        NET,
+        functools.partial(soft_targets, mean=lambda q, z: (q * z).sum()),
+        [X, floats(5, 3)],
+        soft_targets,
+    ),
     "a maximum in a gradient": (NET, largest_apart, [X], with_gradient(largest_apart)),
     "squares by einsum": (
         CENTERS,
@@ -978,6 +1013,19 @@ def test_products_of_many_parameters():
     found = jm.find_matrices(factors, loss, X)
     axes = [found[name].axes for name in names]
     assert [(x.reduction, x.output) for x in axes] == 5 * [((0,), (1,))]
+
+
+def test_stacked_factors_that_gates_mix():
+    """The axis between two factors is an output of the first, an input of the second."""
+
+    def loss(p, x, gates):
+        y = jnp.einsum("ti,th,hio->to", x, gates, p["a"] @ p["b"])
+        return jnp.sum(jnp.tanh(y) @ p["out"])
+
+    factors = {"a": floats(4, 6, 3), "b": floats(4, 3, 8), "out": floats(8, 3)}
+    found = jm.find_matrices(factors, loss, X, floats(5, 4))
+    axes = [found[name].axes for name in "ab"]
+    assert [(x.reduction, x.output) for x in axes] == 2 * [((0, 1), (2,))]
 
 
 def test_a_head_has_no_need_of_axes():

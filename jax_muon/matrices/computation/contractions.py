@@ -256,7 +256,7 @@ def _as_scores(
 
     inputs = frozenset(use.path for use in uses if may_be_input(use))
     operands = frozenset(uses), frozenset(other.outputs)
-    return _scores(product, Scores(operands if i == 0 else operands[::-1], inputs))
+    return _scores(product, operands if i == 0 else operands[::-1], inputs)
 
 
 def _may_be_data(weight: Value, contract: Axes, shapes: Shapes) -> bool:
@@ -326,8 +326,6 @@ def _of_activations(trace: Trace, product: Product) -> Value:
             for x, y, of in zip(values, values[::-1], product.free[::-1], strict=True)
         )
         result.softmax = next((x.softmax for x in values if x.data), "")
-    else:
-        result.is_exponential = False
     for i, value in enumerate(values):
         result.choice -= trace.routes(values[1 - i], [value])
         trace.use(value, "elementwise", eqn)
@@ -346,7 +344,7 @@ def _of_activations(trace: Trace, product: Product) -> Value:
                 result.results[x] = place(i, parts)
     left, right = (frozenset(value.outputs) for value in values)
     if left and right:  # q (2, 16, 24) . k (2, 16, 24)
-        result.results |= _scores(product, Scores((left, right)))
+        result.results |= _scores(product, (left, right))
     return result
 
 
@@ -358,10 +356,10 @@ def _mixed(values: Sequence[Value]) -> Value:
 def _is_by_kernel(product: Product, i: int) -> bool:
     """Whether a frozen kernel, or rows that data picked, take results of operand i.
 
-    A frozen kernel comes from the arguments, and is a matrix, as (24, 40) is.
+    A frozen kernel comes from the arguments, and has outputs, as (24, 40) does.
     """
     value, other = product.values[i], product.values[1 - i]
-    is_matrix = len(product.shapes[1 - i]) > 1 or bool(other.turns - value.turns)
+    is_matrix = bool(product.free[1 - i] or other.turns - value.turns)
     is_kernel = other.given_floats and is_matrix and not product.batch[0]
     inside = [axes_in(parts, product.contract[i]) for parts in value.outputs.values()]
     return (is_kernel or bool(other.picked)) and any(inside)
@@ -399,7 +397,7 @@ def _note_attention(
         weights.results.items() if not trace.is_transposed(eqn) else ()
     ):
         keys = axes_in(parts, along)
-        if isinstance(scores, Scores) and weights.is_exponential and len(keys) == 1:
+        if scores in weights.exponential and len(keys) == 1:
             _attend(trace, scores, min(keys), weights, along, values)
 
 
@@ -423,8 +421,13 @@ def _heads(use: Use, parts: AxisParts, product: Product, i: int) -> set[Heads]:
     }
 
 
-def _scores(product: Product, scores: Scores) -> Results:
+def _scores(
+    product: Product,
+    operands: tuple[frozenset[Use], frozenset[Use]],
+    inputs: frozenset[str] = frozenset(),
+) -> Results:
     """The result of a product whose free axes name the operand that they are of."""
+    scores = Scores(id(product.eqn), operands, inputs)
     first, second = _free(product, 0, 0), _free(product, 1, 1)
     return {scores: tuple(map(operator.add, first, second))}
 

@@ -677,18 +677,18 @@ def _inner_side(
     In x @ (a @ b @ c), of (6, 5), (5, 4) and (4, 7), x makes axis 0 of a an input: axis
     1 is an output, so axis 0 of b, which meets it, is an input.
     """
-    known = set().union(*found.sides[use].values())
-    if IN in known or OUT in known:
+    known = {IN, OUT} & set().union(*found.sides[use].values())
+    if len(known) == 1:
         return OUT if IN in known else IN
     for path, at in sorted(trace.met[use.path, axis]):
         uses = trace.uses[path].values()
         twins = [x for x in uses if x.calls is use.calls]
         for twin in twins if path not in seen else ():
             sides = found.sides[twin]
-            known = set().union(*sides.values())
-            if IN in known or OUT in known:
-                return IN if IN in known else OUT
+            others = {IN, OUT} & set().union(*sides.values())
+            if len(others) == 1:
+                return IN if IN in others else OUT
             for a, x in sides.items():
                 if a != at and INNER in x:
                     return _inner_side(twin, a, trace, found, {*seen, path})
-    return IN
+    return OUT if known else IN

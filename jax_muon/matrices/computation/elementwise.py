@@ -22,6 +22,7 @@ from jax_muon.matrices.computation.values import (
     SOFTMAX,
     AxisPart,
     AxisParts,
+    Scores,
     Shape,
     Use,
     Value,
@@ -206,10 +207,13 @@ def _described(op: Operation, result: Value) -> Value:
             not x.has_all(op.shape, places) for x in made for places in moved
         )
     result.activated |= op.is_function
-    result.is_exponential |= _is_exponential(op)
+    if _is_exponential(op):
+        result.exponential = frozenset(
+            x for x in result.results if isinstance(x, Scores)
+        )
     pairs = zip(op.values, op.shapes, strict=True)
     if name in SUMS and any(not (x.data or x.leaves or shape) for x, shape in pairs):
-        result.is_exponential = False  # 1 + exp(-x), as in a logistic function
+        result.exponential = frozenset()  # 1 + exp(-x), as in a logistic function
     result.softmax = _softmax(op)
     return result
 

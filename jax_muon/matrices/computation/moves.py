@@ -377,8 +377,6 @@ def _reduce(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         result.choice |= of
     if name in ("reduce_max", "reduce_min"):
         result.extreme = of
-    if not any(map(axes_in, result.results.values())):  # a norm weighs no keys
-        result.is_exponential = False
     # Sums of words in a bag: of one-hots (16, 3, 96), whose last axis has the classes.
     is_bag = name in ("reduce_sum", "cumsum") and len(places) - 1 not in axes
     return replace(result, one_hot=result.one_hot and is_bag)

@@ -261,6 +261,7 @@ LOG_SOFTMAX, SOFTMAX = "log-softmax", "softmax"
 class Scores(NamedTuple):
     """The product of two activations; the parts of its axes name one of them."""
 
+    eqn: int  # the id of the operation
     operands: tuple[frozenset[Use], frozenset[Use]]
     inputs: frozenset[str] = frozenset()  # leaves that are like data in an attention
 
@@ -286,7 +287,7 @@ class Value:
     sources: frozenset[Use] = frozenset()  # the same, with no product in between
     one_hot: bool = False  # it compares data with other numbers
     softmax: str = ""  # how far it is on the way to one: see `trace.softmax`
-    is_exponential: bool = False  # of anything in it
+    exponential: frozenset[Scores] = frozenset()  # it is a function of their exp
     choice: frozenset[Use] = frozenset()  # among whose outputs a top-k chose it
     extreme: frozenset[Use] = frozenset()  # of whose outputs it is a maximum, or sorted
     numbers: Callable[[], ArrayLike] | None = None  # the numbers of a constant
@@ -468,7 +469,7 @@ def joined(values: Sequence[Value]) -> Value:
         one_hot=any(x.one_hot for x in data)
         and all(x.one_hot or x.noise for x in data),
         softmax=states.pop() if len(states) == 1 else "",
-        is_exponential=any(value.is_exponential for value in values),
+        exponential=frozenset(x for value in values for x in value.exponential),
         choice=frozenset(use for value in values for use in value.choice),
         extreme=frozenset(use for value in values for use in value.extreme),
         is_gradient=any(value.is_gradient for value in values),
