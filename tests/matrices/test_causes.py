@@ -520,10 +520,15 @@ def gated_attention(p, x, weigh=weigh):
     return jnp.sum(jnp.tanh(y @ p["w"]) @ p["out"])
 
 
-def soft_targets(p, x, q, mean=functools.partial(jnp.einsum, "bc,bc->")):
+def total(q, z):
+    return jnp.einsum("bc,bc->", q, z)
+
+
+def soft_targets(p, x, q, mean=total):
     return -mean(q, jax.nn.log_softmax(jnp.tanh(x @ p["w"]) @ p["out"]))
 
 
+FACTORS = {"w": floats(6, 8), "a": floats(8, 4), "out": floats(4, 3)}
 GATED_HEADS = dict.fromkeys(("q", "k", "v", "gate", "w"), floats(6, 6)) | {
     "out": floats(6, 3)
 }
@@ -820,6 +825,12 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         [X],
         functools.partial(gated_attention, weigh=weigh_and_divide),
     ),
+    "factors of a head": (
+        FACTORS,
+        lambda p, x: net(p, x, lambda x, w: jnp.tanh(x @ w) @ p["a"]),
+        [X],
+        lambda p, x: jnp.sum(jnp.tanh(jnp.tanh(x @ p["w"]) @ (p["a"] @ p["out"]))),
+    ),
     "targets by einsum": (
         NET,
         functools.partial(soft_targets, mean=lambda q, z: (q * z).sum()),
@@ -1016,7 +1027,7 @@ def test_products_of_many_parameters():
 
 
 def test_stacked_factors_that_gates_mix():
-    """The axis between two factors is an output of the first, an input of the second."""
+    """Between two factors lies an output of the first and an input of the second."""
 
     def loss(p, x, gates):
         y = jnp.einsum("ti,th,hio->to", x, gates, p["a"] @ p["b"])

@@ -511,7 +511,10 @@ def _router(leaf: Leaf) -> Answer | None:
 
 def _head(leaf: Leaf) -> Answer | None:
     """Nothing takes its result, in the loss or in a gradient where either counts."""
-    least = leaf.uses[0].depth
+    assert leaf.axes
+    least, sides = leaf.uses[0].depth, [leaf.found.sides[x] for x in leaf.products]
+    if any(INNER in x.get(a, ()) for x in sides for a in leaf.axes.output):
+        return None  # h @ (a @ b), where b takes what a makes
     for use in leaf.every:
         for x in leaf.found.takers[use]:
             uses = leaf.trace.uses[x.path].values() if x else ()
