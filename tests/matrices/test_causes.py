@@ -48,6 +48,37 @@ def flat(p, ids):
     return model(back(0.5 * vector + 0.5 * vector), ids)
 
 
+def with_vector(p, ids, change):
+    vector, back = ravel_pytree(p)
+    return model(back(change(vector)), ids)
+
+
+def set_one_by_one(p, ids):
+    """Each parameter set in one vector, and cut out of it."""
+    buffer, at, cut = jnp.zeros(126), 0, {}
+    for w in p.values():
+        buffer, at = buffer.at[at : at + w.size].set(w.reshape(-1)), at + w.size
+    for name, w in reversed(p.items()):
+        at -= w.size
+        cut[name] = buffer[at : at + w.size].reshape(w.shape)
+    return model(cut, ids)
+
+
+def of_images(p, ids, product=None):
+    """A convolution of images (4, 4) that are rows of a table."""
+    x, numbers = p["emb"][ids].reshape(-1, 4, 4, 1), ("NHWC", "HWIO", "NHWC")
+    y = (product or lax.conv_general_dilated)(
+        x, p["w"], (1, 1), 2 * [(1, 1)], dimension_numbers=numbers
+    )
+    return jnp.sum(jnp.tanh(y) @ p["out"])
+
+
+def by_patches(x, w, *_, **__):
+    x = jnp.pad(x, [(0, 0), (1, 1), (1, 1), (0, 0)])
+    parts = [x[:, i : i + 4, j : j + 4] for i in range(3) for j in range(3)]
+    return jnp.concatenate(parts, -1) @ w.reshape(-1, w.shape[-1])
+
+
 def in_rows(length, before=3):
     """All parameters as one vector, padded and in rows of this length, and cut out."""
 
@@ -551,6 +582,29 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
     "rows taken": (NET, net, [X], of(lambda w: jnp.take(w, jnp.arange(6), 0))),
     "rows stacked": (NET, net, [X], of(lambda w: jnp.stack([*w]))),
     "rows mapped": (NET, net, [X], of(lambda w: lax.map(lambda row: 2 * row, w))),
+    "set in a flat buffer": (
+        MODEL,
+        model,
+        [IDS],
+        lambda p, ids: with_vector(p, ids, lambda v: jnp.zeros(130).at[4:].set(v)[4:]),
+    ),
+    "each set in a flat buffer": (MODEL, model, [IDS], set_one_by_one),
+    "cut at a number": (
+        MODEL,
+        model,
+        [IDS],
+        lambda p, ids: with_vector(
+            p,
+            ids,
+            lambda v: lax.dynamic_slice(jnp.pad(v, (3, 0)), [jnp.int32(3)], [126]),
+        ),
+    ),
+    "patches of rows": (
+        {"emb": floats(9, 16), "w": floats(3, 3, 1, 8), "out": floats(8, 3)},
+        of_images,
+        [IDS],
+        functools.partial(of_images, product=by_patches),
+    ),
     "two rows interleaved": (
         {"w": floats(2, 8), "out": floats(8, 3)},
         net,
@@ -779,6 +833,20 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         [integers(5, 3)],
         lambda p, ids: net(p, jax.nn.one_hot(ids, 9).sum(1) @ p["emb"]),
     ),
+    "words under a mask": (
+        MODEL,
+        lambda p, ids: net(p, p["emb"][ids] * (ids > 0)[:, None]),
+        [IDS],
+        lambda p, ids: net(p, (jax.nn.one_hot(ids, 9) * (ids > 0)[:, None]) @ p["emb"]),
+    ),
+    "words or none": (
+        MODEL,
+        lambda p, ids: net(p, p["emb"][ids] * (ids > 0)[:, None]),
+        [IDS],
+        lambda p, ids: net(
+            p, jnp.where((ids > 0)[:, None], jax.nn.one_hot(ids, 9), 0) @ p["emb"]
+        ),
+    ),
     "dropout of words": (
         MODEL,
         model,
@@ -956,7 +1024,7 @@ UNFOLLOWED = {  # what becomes of a vector of three parameters, and is undone
     "rows in a loop": lambda v: lax.fori_loop(
         0, 7, lambda i, y: y.at[i].set(v.reshape(7, 18)[i]), jnp.zeros((7, 18))
     ),
-    "set beside zeros": lambda v: jnp.zeros(130).at[2:128].set(v)[2:128],
+    "rows by numbers": lambda v: v[np.arange(126).reshape(7, 18)],
 }
 
 

@@ -195,6 +195,8 @@ def _described(op: Operation, result: Value) -> Value:
     result.noise &= name == "mul" or not made
     if name == "eq":  # ids[:, None] == arange(96)
         result.one_hot = sum(x.data for x in op.values) == 1
+    elif name in (*SCALES, "and", "select_n"):
+        result.one_hot = joined(_beside_masks(op)).one_hot
     if name in _COMPARISONS:  # z == z.max() chooses like an argmax
         for a, b in itertools.permutations(op.values):
             result.choice |= a.extreme & b.outputs.keys()
@@ -216,6 +218,18 @@ def _described(op: Operation, result: Value) -> Value:
         result.exponential = frozenset()  # 1 + exp(-x), as in a logistic function
     result.softmax = _softmax(op)
     return result
+
+
+def _beside_masks(op: Operation) -> list[Value]:
+    """Operands without those that a one-hot (16, 96) stays one beside.
+
+    They have one element for all classes, (16, 1), or choose between it and zeros.
+    """
+    if op.name == "select_n":
+        cases = [x for x in op.values[1:] if x.data]
+        return cases or [*op.values[:1]]
+    pairs = zip(op.values, op.shapes, strict=True)
+    return [x for x, shape in pairs if shape[-1:] != (1,) or op.shape[-1:] == (1,)]
 
 
 def _is_exponential(op: Operation) -> bool:

@@ -127,7 +127,7 @@ def _repeat(
     loop = id(eqn)
 
     def turning(values: Sequence[Value]) -> list[Value]:
-        return [replace(x, turns=x.turns | {loop}) for x in values]
+        return [replace(x, turns=x.turns | {loop}, numbers=None) for x in values]
 
     def outside(x: Value) -> Value:
         rows = {axis: n for axis, n in x.rows.items() if n != loop}

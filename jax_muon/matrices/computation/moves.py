@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from jax_muon.matrices.computation.trace import Trace, rule
 from jax_muon.matrices.computation.values import (
     CONSTANT,
     LOST,
+    SCATTERED,
     SUMMED,
     AxisParts,
     Shape,
@@ -135,9 +137,9 @@ def _dynamic_slice(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     value, *indices = values
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     index, at = joined(indices), eqn.invars[1:]
-    if all(isinstance(v, Literal) for v in at):
+    known = [int(x) for v in indices if (x := v.computed()) is not None]
+    if len(known) == len(old):
         last = [n - m for n, m in zip(old, new, strict=True)]
-        known = [v.val for v in at if isinstance(v, Literal)]
         starts = [min(max(x, 0), n) for x, n in zip(known, last, strict=True)]
         return cut(trace, value, old, new, starts)
     single = [a for a, n in enumerate(new) if n == 1 < old[a]]
@@ -162,6 +164,15 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     source = dict(zip(numbers.offset_dims, kept, strict=True))
     rows = [a for a in range(len(new)) if a not in source]
     if index.data or not (along := _rows(eqn, index, rows)):
+        of_leaves = [x for parts in value.leaves.values() for x in parts if x]
+        if not index.data and any(x[0].at for x in of_leaves):  # of a vector, (6, 8)
+            return value.moved(
+                lambda of: reshaped(
+                    tuple(scattered(x, LOST) if x and x[0].at else x for x in of),
+                    old,
+                    new,
+                )
+            )
         at = None if index.data else index.computed()
         starts = None
         if at is not None and at.size == len(numbers.start_index_map):  # as w[3]
@@ -176,7 +187,9 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             each = [x for axis in of for x in parts[axis]]
             is_joined = any(x.at for x in each)
             result[a] = fitted([x._replace(at=None) for x in each], new[a])
-            result[a] = scattered(result[a]) if is_joined else result[a]
+            if is_joined:
+                is_all = new[a] == math.prod(old[axis] for axis in of)
+                result[a] = scattered(result[a], SCATTERED if is_all else LOST)
         return tuple(result)
 
     return pick(trace, eqn, value.moved(taken), index)
@@ -275,10 +288,11 @@ def _update(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     """An array in which a part is replaced, or added to."""
     shape, (array, updates, *indices) = shape_of(eqn.outvars[0]), values
     if eqn.primitive.name == "dynamic_update_slice":
+        at = [x.computed() for x in indices]
+        starts = {a: int(x) for a, x in enumerate(at) if x is not None}
         sizes = shape_of(eqn.invars[1])
         single = [a for a, n in enumerate(sizes) if n == 1 < shape[a]]
         rows = [a for a in single if indices[a].turns]
-        updates = updates.moved(lambda parts: fit(parts, shape))
         part = dict(enumerate(sizes))
     else:
         indices, updates = [values[1]], values[2]
@@ -292,14 +306,23 @@ def _update(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             pairs = zip(rows, of_rows, strict=True)
             window |= {row: a for row, a in pairs if shape[row] >= sizes[a]}
         part = {a: sizes[of] for a, of in window.items()}
+        table, over = values[1].computed(), numbers.scatter_dims_to_operand_dims
+        starts = {}
+        if table is not None and table.size == len(over):  # one place
+            starts = dict(zip(over, table.reshape(-1), strict=True))
         over = [a for a in of_rows if a not in window.values()]
-        moved = updates.moved(lambda parts: fit(placed(parts, window, shape), shape))
+        moved = updates.moved(lambda parts: placed(parts, window, shape))
         updates = reduced(trace, eqn, moved, updates, over)
-    for leaf, of in updates.leaves.items():
-        updates.leaves[leaf] = tuple(
-            scattered(x) if x and x[0].at and part.get(a) != n else x
-            for a, (x, n) in enumerate(zip(of, shape, strict=True))
-        )
+    for leaf, of in [*updates.leaves.items()]:
+        is_whole = math.prod(sizes) == math.prod(trace.shapes[leaf])
+        for a, n in enumerate(shape):
+            size, is_joined = part.get(a, 1), bool(of[a] and of[a][0].at)
+            if a in starts and size < n and (is_whole or is_joined):
+                updates.joined_at(leaf, a, int(starts[a]), size, shape)
+            elif size < n and is_joined:
+                now = updates.leaves[leaf]
+                updates.leaves[leaf] = (*now[:a], scattered(now[a]), *now[a + 1 :])
+    updates = updates.moved(lambda parts: fit(parts, shape))
     index = joined(indices)
     for (leaf, axis), loop in updates.rows.items():
         if index.turns == {loop} and len(rows) == 1:  # a row in each turn

@@ -192,7 +192,9 @@ class Trace:
             if key not in self._numbers:
                 self._numbers[key] = len(self._numbers), jaxprs.line_of(calls)
             known = value.sides.get(leaf, {}).items()
-            is_lost = any(of_axis and of_axis[0].at == LOST for of_axis in parts)
+            is_lost = leaf not in value.picked and any(
+                of_axis and of_axis[0].at == LOST for of_axis in parts
+            )
             use = Use(
                 self._numbers[key][0],
                 leaf,
