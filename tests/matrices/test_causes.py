@@ -134,13 +134,22 @@ def in_mapped_rows(w, length):
     return lax.map(lambda row: 2 * row, w.reshape(-1, length)).reshape(w.shape)
 
 
-def on_devices(function, x):
-    """A function of each half of an array, on two devices."""
+def on_devices(function, *x):
+    """A function of each half of some arrays, on two devices."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.P("d")
     return jax.shard_map(
         function, mesh=mesh, in_specs=spec, out_specs=jax.P(), check_vma=False
-    )(x)
+    )(*x)
+
+
+def mean_of_two(p, x, mean):
+    y = mean(lambda w, v: jnp.tanh(x @ w) @ v, p["w"], p["v"])
+    return jnp.sum(jnp.tanh(y) @ p["out"])
+
+
+def mean_on_devices(function, *w):
+    return on_devices(lambda *w: lax.pmean(function(*(x[0] for x in w)), "d"), *w)
 
 
 def scattered_sums(y):
@@ -265,6 +274,10 @@ def picked(p, x, ids, mask=lambda w, ids: w):
     return jnp.sum(
         jnp.tanh(jnp.einsum("ti,tio->to", x, mask(p["w"][ids], ids))) @ p["out"]
     )
+
+
+def of_picked(p, x, w):
+    return jnp.sum(jnp.tanh(jnp.einsum("ti,tio->to", x, w)) @ p["out"])
 
 
 def masked(w, ids):
@@ -623,6 +636,12 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         [X],
         of(lambda w: on_devices(lambda v: lax.all_gather(v, "d"), w).reshape(6, 8)),
     ),
+    "a member on each device": (
+        {"w": floats(2, 6, 8), "v": floats(2, 8, 8), "out": floats(8, 3)},
+        lambda p, x: mean_of_two(p, x, lambda f, *w: jax.vmap(f)(*w).mean(0)),
+        [X],
+        lambda p, x: mean_of_two(p, x, mean_on_devices),
+    ),
     "scattered sums": (
         NET,
         net,
@@ -789,6 +808,14 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         summed_experts,
         [X],
         functools.partial(summed_experts, add=lambda y: jnp.cumsum(y, 0)[-1]),
+    ),
+    "picked factors": (
+        {"a": floats(4, 6, 3), "b": floats(4, 3, 8), "out": floats(8, 3)},
+        lambda p, x, ids: of_picked(
+            p, jnp.einsum("ti,tio->to", x, p["a"][ids]), p["b"][ids]
+        ),
+        [X, IDS],
+        lambda p, x, ids: of_picked(p, x, (p["a"] @ p["b"])[ids]),
     ),
     "masked experts": (
         {"w": floats(4, 6, 8), "out": floats(8, 3)},

@@ -131,10 +131,11 @@ class Product:
     def _may_be_weight(self, i: int) -> bool:
         """True for leaves; of those that data picked from, other axes on both sides."""
         value = self.values[i]
-        sides = [value.axes_in(places[i]) for places in (self.contract, self.free)]
-        inside, outside = (of.values() for of in sides)
-        picked = all(a and b and a != b for a, b in zip(inside, outside, strict=True))
-        return bool(value.leaves) and (not value.picked or picked)
+        inside, outside = (
+            _pairs(value.axes_in(places[i])) for places in (self.contract, self.free)
+        )
+        picked = inside and outside and inside != outside
+        return bool(value.leaves and (picked or not value.picked))
 
 
 @rule("dot_general", "ragged_dot_general")

@@ -82,14 +82,15 @@ def cut(
     single = [a for a in range(len(old)) if new[a] == 1 < old[a]]
 
     def part(parts: AxisParts) -> AxisParts:
-        return tuple(
-            x
-            if old[a] == new[a]
-            else scattered(x, LOST)  # of each row, a part of another parameter
-            if starts is None and a == place_of_rows(parts)
-            else fitted(x, new[a])
-            for a, x in enumerate(parts)
-        )
+        fits = [
+            x if m == n else fitted(x, n)
+            for x, m, n in zip(parts, old, new, strict=True)
+        ]
+        for a, x in enumerate(parts) if starts is None else ():
+            is_mixed = a == place_of_rows(parts) or (x and x[0].at == SCATTERED)
+            if is_mixed and old[a] != new[a]:
+                fits[a] = scattered(x, LOST)
+        return tuple(fits)
 
     def rest(parts: AxisParts) -> AxisParts:
         return tuple(() if a in single else x for a, x in enumerate(part(parts)))

@@ -115,8 +115,8 @@ def reshaped(parts: AxisParts, old: Shape, new: Shape) -> AxisParts:
     if joined_at:
         return _reshaped_beside_others(parts, joined_at[0], old, new)
     shards, more = divmod(math.prod(map(_size, parts)), math.prod(old) or 1)
-    if shards > 1 and not more and new:  # a shard (1, 30) of rows (8, 30), as (30,)
-        new = [shards * new[0], *new[1:]]
+    if shards > 1 and not more and new and axes_in(parts[:1]) & axes_in(parts[1:]):
+        new = [shards * new[0], *new[1:]]  # w (12, 20) as rows (8, 30), on each device
     elif shards != 1 or more:
         pairs = zip(parts, old, strict=True)
         parts = tuple(fitted(of_axis, size) or free(size) for of_axis, size in pairs)
