@@ -68,9 +68,10 @@ def verify(tx: OnMesh, params: optax.Params, **extra_args: Any) -> Verification:
     """Compare an optimizer on a mesh with the same optimizer on one device.
 
     Two updates of random parameters by random gradients are compared, and one without
-    gradients, which shows weight decay. One device has to hold the parameters, with six
-    times their updates and state. Smaller shapes with the same layout will do: matrices
-    of 256 x 256 are sent to owners as large ones are, and the table says if none was.
+    gradients, which shows weight decay; not all of them may be 0. One device has to
+    hold the parameters, with six times their updates and state. Smaller shapes with the
+    same layout will do: matrices of 256 x 256 are sent to owners as large ones are, and
+    the table says if none was.
 
     An array may differ by 2e-5 of its norm in float32, 1e-10 in float64, and 0.1 if a
     16-bit dtype occurs in the program, or by ten times what the last bits of the
@@ -143,10 +144,11 @@ def compare(
     updates, state = map(trees.leaves_with_paths, program.out_info)
     names = [*(path for path, _ in updates), *(_STATE + path for path, _ in state)]
     differences: dict[str, tuple[float, float]] = {}
-    problems = []
+    problems, moved = [], 0
     for name, x, y in zip(names, got, both, strict=True):
         apart, noise, same_bits = _compared(x, y[: len(x)], y[len(x) :])
         is_update = len(differences) < len(updates)
+        moved += is_update and any(_numbers(step).any() for step in y)
         bound = max(least + rounding * is_update, _AMPLIFIED * noise)
         differences[name] = apart, bound
         where = "the update of " * is_update + f"{name!r} of shape {x[0].shape}"
@@ -157,6 +159,11 @@ def compare(
             )
         if not same_bits:
             problems.append(f"{where} differs between devices that hold the same shard")
+    if not moved:  # MultiSteps(tx, 4), or a rate that is 0 in the first steps
+        problems.append(
+            "all updates are 0, so that nothing was compared; expected an optimizer that "
+            "moves parameters at once: without optax.MultiSteps, with a rate above 0"
+        )
     devices = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     pools = [*itertools.chain(*recorded.pools.values())]
     total, owned = (

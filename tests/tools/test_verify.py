@@ -72,6 +72,16 @@ def test_shapes_must_show_a_sharding_on_explicit_axes():
     assert jax.eval_shape(tx.init, SHAPES)  # which returns no shardings
 
 
+@pytest.mark.parametrize(
+    "tx", [optax.sgd(0.0), optax.MultiSteps(optax.sgd(0.1), 4)], ids=["sgd", "four"]
+)
+def test_updates_that_are_zero_compare_nothing(tx):
+    """A wrong optimizer would pass as well."""
+    found = jm.verify(jm.on_mesh(tx, mesh_of(4), divide="data"), W)
+    assert not found.ok
+    assert "all updates are 0, so that nothing was compared" in str(found)
+
+
 def test_a_tree_without_parameters():
     tx = jm.on_mesh(optax.sgd(0.1), mesh_of(4), divide="data")
     with pytest.raises(ValueError, match=r"params=\{\}; expected a tree"):
