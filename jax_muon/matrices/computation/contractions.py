@@ -194,10 +194,10 @@ def _of_weight(trace: Trace, product: Product, i: int) -> Value:
     have a batch, axis 0. Backwards, g (2, 16, 40) @ w.T contracts the outputs.
     """
     eqn, is_transposed = product.eqn, trace.is_transposed(product.eqn)
-    weight, of_weight = product.values[i], product.contract[i]
+    weight, weight_axes = product.values[i], product.contract[i]
     other = trace.given(product.values[1 - i], eqn)
     inside, outside = (OUT, IN) if is_transposed else (IN, OUT)
-    side = dict.fromkeys(of_weight, inside) | dict.fromkeys(product.batch[i], BATCH)
+    side = dict.fromkeys(weight_axes, inside) | dict.fromkeys(product.batch[i], BATCH)
     sides = [side.get(a, outside) for a in range(len(product.shapes[i]))]
     kind = "convolved" if "padding" in eqn.params else "contracted"
     uses = trace.use(weight, kind, eqn, sides, by=other)
@@ -213,7 +213,7 @@ def _of_weight(trace: Trace, product: Product, i: int) -> Value:
         trace.note("in turns", use, own[-1:])
     _note_factor(trace, product, i, other, uses)
     results: Results = {u: product.placed(i, weight.leaves[u.path]) for u in uses}
-    if _may_be_data(weight, of_weight, trace.shapes) and not is_transposed:
+    if _may_be_data(weight, weight_axes, trace.shapes) and not is_transposed:
         results |= _as_scores(trace, product, i, other, uses)
     turns = weight.turns | other.turns
     return Value(data=True, results=results, sources=frozenset(uses), turns=turns)
@@ -225,15 +225,15 @@ def _note_factor(
     """Note where results in the operand beside leaves, operand i, go."""
     for use in uses if other.are_gates else ():
         trace.note("by gates", use)
-    weight, of_other = product.values[i], product.contract[1 - i]
+    weight, other_axes = product.values[i], product.contract[1 - i]
     for before, parts in other.outputs.items():
-        for place, a in zip(of_other, product.contract[i], strict=True):
+        for place, a in zip(other_axes, product.contract[i], strict=True):
             for use in uses:
                 met = frozenset(axes_in(weight.leaves[use.path], [a]))
                 axes = axes_in(parts, [place])
                 trace.note("contracts", before, axes, other=use, others=met)
         trace.note("batched", before, axes_in(parts, product.batch[1 - i]))
-    _note_attention(trace, product.eqn, other, of_other, uses)
+    _note_attention(trace, product.eqn, other, other_axes, uses)
 
 
 def _as_scores(
@@ -252,7 +252,7 @@ def _as_scores(
             trace.note("either", use)
 
     def may_be_input(use: Use) -> bool:
-        is_matrix = weight.of_two and {IN} in use.sides.values()
+        is_matrix = weight.is_product and {IN} in use.sides.values()
         return {CONSTANT} not in use.sides.values() and not is_matrix
 
     inputs = frozenset(use.path for use in uses if may_be_input(use))
@@ -499,20 +499,20 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         if kernel.given_floats and not is_transposed:
             trace.feed(result)
         for use, parts in kernel.outputs.items():
-            of_out = frozenset(axes_in(parts, [out]))
-            trace.note("kernel", use, axes_in(parts, [fan_in, *window]), others=of_out)
+            outputs = frozenset(axes_in(parts, [out]))
+            trace.note("kernel", use, axes_in(parts, [fan_in, *window]), others=outputs)
         return result
     last = fan_in if is_transposed else out
     sides = [OUT if a == last else IN for a in range(len(shape))]
     for a, step in zip(window, params["lhs_dilation"], strict=True):
         if step == shape[a] > 1 and not is_transposed:  # its windows do not overlap
             sides[a] = OUT
-    of_groups = {x: _members(of[out], groups) for x, of in kernel.leaves.items()}
-    is_grouped = any(left > 1 for _, left in of_groups.values())
+    by_leaf = {x: _members(of[out], groups) for x, of in kernel.leaves.items()}
+    is_grouped = any(left > 1 for _, left in by_leaf.values())
     kind = "grouped" if is_grouped else "convolved"
     uses = trace.use(kernel, kind, eqn, sides, by=data)
     for use in uses:
-        trace.note("grouped", use, of_groups[use.path][0])
+        trace.note("grouped", use, by_leaf[use.path][0])
     source, new = {numbers.out_spec[1]: out}, shape_of(eqn.outvars[0])
     results: Results = {u: placed(kernel.leaves[u.path], source, new) for u in uses}
     turns = kernel.turns | data.turns

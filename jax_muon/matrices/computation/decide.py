@@ -67,8 +67,8 @@ class Evidence:
 
     def revise(self, use: Use, sides: dict[int, str]) -> None:
         """Override the sides of these axes."""
-        of_axes = {axis: frozenset({side}) for axis, side in sides.items()}
-        self.sides[use] = {**self.sides[use], **of_axes}
+        new = {axis: frozenset({side}) for axis, side in sides.items()}
+        self.sides[use] = {**self.sides[use], **new}
 
     def separate(self, use: Use, axes: Iterable[int], side: str = OUT) -> None:
         """Make axes a batch of matrices, where others of this side are left."""
@@ -196,8 +196,8 @@ def _kernel(found: Evidence, edge: Edge) -> None:
         {a for a in axes if sides.get(a) != {BATCH}}
         for axes in (edge.axes, edge.others)
     )
-    of_output = all(sides.get(axis) == {OUT} for axis in inside | outside)
-    if inside and outside and not inside & outside and of_output:
+    are_outputs = all(sides.get(axis) == {OUT} for axis in inside | outside)
+    if inside and outside and not inside & outside and are_outputs:
         after = {a: BATCH if x & {IN, BATCH} else OUT for a, x in sides.items()}
         found.revise(edge.use, after | dict.fromkeys(inside, IN))
 
@@ -317,8 +317,8 @@ def parameter(
     The reason says if a kernel holds several products side by side, unless `is_split`.
     """
     shape = tuple(leaf.shape)
-    of_leaf = Leaf(path, shape, trace, found)
-    label, role, reason, axes = next(filter(None, (x(of_leaf) for x in LABELS)))
+    seen = Leaf(path, shape, trace, found)
+    label, role, reason, axes = next(filter(None, (x(seen) for x in LABELS)))
     if path in trace.inputs:
         label, role, axes = ADAMW, "input", None
         reason = f"used like data, with matrices of its own at {trace.inputs[path]}"
@@ -327,11 +327,11 @@ def parameter(
     elif role in ("kernel", "convolution") and "router" in trees.words(path):
         label, role, reason = ADAMW, "router", f"a router, by its name; {reason}"
     elif label == MUON and not is_split:
-        reason += _split(of_leaf, role) or _stacked(path, role, axes)
+        reason += _split(seen, role) or _stacked(path, role, axes)
     scanned = {x for x in trace.scanned[path] if axes is None or x in axes.batch}
     doubt = reason if label == MUON and axes is None else None
     by = path, shape, leaf.dtype, label, role, reason, axes, doubt
-    heads = _heads(of_leaf) if axes and label == MUON else ()
+    heads = _heads(seen) if axes and label == MUON else ()
     scan = trace.scans.get(path, "") if scanned else ""
     return Parameter(*by, scanned=tuple(sorted(scanned)), scan=scan, heads=heads)
 
@@ -420,7 +420,7 @@ def _lost(leaf: Leaf) -> Answer | None:
 def _embedding(leaf: Leaf) -> Answer | None:
     """emb[ids]: rows, not matrices w[expert] that data picks and multiplies by."""
     kinds = {use.kind for use in leaf.every}
-    is_expert = any(x.of_picked and x.kind == "contracted" for x in leaf.every)
+    is_expert = any(x.is_picked and x.kind == "contracted" for x in leaf.every)
     if "picked" not in kinds or is_expert:
         return None
     uses = [use.line for use in leaf.every if use.kind == "picked" and use.line]

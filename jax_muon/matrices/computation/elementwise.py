@@ -253,11 +253,11 @@ def _softmax(op: Operation) -> str:
         return LOG
     if name in SUMS and LOG in of:  # with the maximum, or x - log s
         return LOG_SOFTMAX if name == "sub" and of[0] != LOG else LOG
-    of_data = name == "div" and op.values[0].data
-    is_inverse = (name == "div" and not of_data) or op.exponent == -1
+    is_quotient = name == "div" and op.values[0].data
+    is_inverse = (name == "div" and not is_quotient) or op.exponent == -1
     if is_inverse and of == [EXPONENTIAL]:
         return RECIPROCAL
-    if of_data and of == [EXPONENTIAL] * 2:
+    if is_quotient and of == [EXPONENTIAL] * 2:
         return SOFTMAX
     if name == "mul" and {*of} == {EXPONENTIAL, RECIPROCAL}:
         return SOFTMAX
@@ -314,9 +314,9 @@ def _beside_data(op: Operation, made: Sequence[Value], result: Value) -> list[Va
     # (tokens, in, out) picked matrices times (tokens, 1, 1) weights are still matrices.
     factors = zip(op.values, op.shapes, strict=True)
     by = [shape for x, shape in factors if x.data and not x.leaves]
-    of_rows = [x for x in made if x.picked and op.fits and _is_of_rows(x, by)]
+    scaled_rows = [x for x in made if x.picked and op.fits and _is_of_rows(x, by)]
     chosen = []
-    for value in [x for x in made if x not in of_rows]:
+    for value in [x for x in made if x not in scaled_rows]:
         is_input = value.activated or op.name not in SUMS
         is_whole = value.has_all(op.shape)
         if op.fits and not is_whole and any(x.one_hot for x in op.active):
@@ -342,9 +342,9 @@ def _beside_data(op: Operation, made: Sequence[Value], result: Value) -> list[Va
     frozen = all(x.given_floats for x in op.active)
 
     def stays(x: Value) -> bool:
-        return (is_scale and x.has_all(op.shape)) or (frozen and x.of_two)
+        return (is_scale and x.has_all(op.shape)) or (frozen and x.is_product)
 
-    return chosen + [x for x in made if (op.fits and stays(x)) or x in of_rows]
+    return chosen + [x for x in made if (op.fits and stays(x)) or x in scaled_rows]
 
 
 def _is_of_rows(value: Value, by: Iterable[Shape]) -> bool:

@@ -165,8 +165,8 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     source = dict(zip(numbers.offset_dims, kept, strict=True))
     rows = [a for a in range(len(new)) if a not in source]
     if index.data or not (along := _rows(eqn, index, rows)):
-        of_leaves = [x for parts in value.leaves.values() for x in parts if x]
-        if not index.data and any(x[0].at for x in of_leaves):  # of a vector, (6, 8)
+        axes = [x for parts in value.leaves.values() for x in parts if x]
+        if not index.data and any(x[0].at for x in axes):  # of a vector, (6, 8)
             return value.moved(
                 lambda of: reshaped(
                     tuple(scattered(x, LOST) if x and x[0].at else x for x in of),
@@ -277,9 +277,9 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         parts.append(part)
     result = _together(trace, eqn, parts)
     for leaf in [leaf for leaf in result.leaves if counts[leaf] > 1]:
-        for of_leaf, size in enumerate(trace.shapes[leaf]):  # its rows, stacked again
-            if size == shape[axis] and of_leaf not in result.sides.get(leaf, ()):
-                result.joined_again(leaf, axis, of_leaf, size)
+        for own, size in enumerate(trace.shapes[leaf]):  # its rows, stacked again
+            if size == shape[axis] and own not in result.sides.get(leaf, ()):
+                result.joined_again(leaf, axis, own, size)
     return result
 
 
@@ -301,17 +301,17 @@ def _update(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         rows = [*numbers.inserted_window_dims, *numbers.operand_batching_dims]
         kept = [a for a in range(len(shape)) if a not in rows]
         window = dict(zip(kept, numbers.update_window_dims, strict=True))
-        of_rows = [a for a, n in enumerate(sizes) if n > 1]
-        of_rows = [a for a in of_rows if a not in window.values()]
-        if len(of_rows) == len(rows):  # each index has an axis of its own
-            pairs = zip(rows, of_rows, strict=True)
+        row_axes = [a for a, n in enumerate(sizes) if n > 1]
+        row_axes = [a for a in row_axes if a not in window.values()]
+        if len(row_axes) == len(rows):  # each index has an axis of its own
+            pairs = zip(rows, row_axes, strict=True)
             window |= {row: a for row, a in pairs if shape[row] >= sizes[a]}
         part = {a: sizes[of] for a, of in window.items()}
         table, over = values[1].computed(), numbers.scatter_dims_to_operand_dims
         starts = {}
         if table is not None and table.size == len(over):  # one place
             starts = dict(zip(over, table.reshape(-1), strict=True))
-        over = [a for a in of_rows if a not in window.values()]
+        over = [a for a in row_axes if a not in window.values()]
         moved = updates.moved(lambda parts: placed(parts, window, shape))
         updates = reduced(trace, eqn, moved, updates, over)
     for leaf, of in [*updates.leaves.items()]:

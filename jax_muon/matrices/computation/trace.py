@@ -205,7 +205,7 @@ class Trace:
                 left=frozenset(axes_in(parts)),
                 constant=frozenset(a for a, x in known if CONSTANT in x),
                 depth=depth,
-                of_picked=leaf in value.picked,
+                is_picked=leaf in value.picked,
             )
             self.uses[leaf][use.number] = use
             self.inputs_of[use] |= sources
@@ -222,13 +222,13 @@ class Trace:
         places = [axis for of_axis in parts for axis in axes_in((of_axis,))]
         # In q (24, 24) @ w (24, 40), of a constant q, axis 0 of w is q's now. A product
         # along it says nothing of axis 0, unless axis 0 is nowhere else.
-        of_axes = {
+        now = {
             axis: frozenset({side})
             for of_axis, side in zip(parts, sides, strict=False)
             for axis in axes_in((of_axis,))
             if CONSTANT not in known.get(axis, ()) or places.count(axis) == 1
         }
-        known = {a: x - {SUMMED} for a, x in merged(known, of_axes).items()}
+        known = {a: x - {SUMMED} for a, x in merged(known, now).items()}
         known = {a: x - {CONSTANT} or x for a, x in known.items() if x}
         return dict.fromkeys(self.cut_off(value, leaf), frozenset({BATCH})) | known
 

@@ -217,7 +217,7 @@ class Use:
     left: frozenset[int] = field(compare=False, default=frozenset())  # axes not summed
     constant: frozenset[int] = field(compare=False, default=frozenset())  # met these
     depth: int = field(compare=False, default=0)  # how often JAX transposed it
-    of_picked: bool = field(compare=False, default=False)  # data indexed the leaf
+    is_picked: bool = field(compare=False, default=False)  # data indexed the leaf
 
     @property
     def primitive(self) -> str:
@@ -403,7 +403,7 @@ class Value:
         return is_one and not any(map(self.known, self.leaves))
 
     @property
-    def of_two(self) -> bool:
+    def is_product(self) -> bool:
         """Whether it has a product of two leaves."""
         return any(map(self.inner, self.leaves))
 
