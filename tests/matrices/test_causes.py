@@ -534,6 +534,14 @@ def with_ones(places):
     return jnp.zeros((len(places), 4)).at[np.arange(5)[:, None], places].set(1.0)
 
 
+def centered(x):
+    return x - x.mean(-1, keepdims=True)
+
+
+def product_and_moments(x, w):
+    return x @ w - x.mean(-1, keepdims=True) * w.sum(0)
+
+
 def of_heads(p, ids, shape):
     h = jnp.tanh(p["emb"][ids].reshape(shape) @ p["w"])
     return jnp.sum(h.reshape(5, 16) @ p["out"])
@@ -908,6 +916,12 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         [X],
         functools.partial(experts, weights=lambda z: with_ones(lax.top_k(z, 2)[1])),
     ),
+    "moments of rows": (
+        MODEL,
+        lambda p, ids: net(p, centered(p["emb"][ids])),
+        [IDS],
+        lambda p, ids: net(p, p["emb"][ids], product_and_moments),
+    ),
     "heads of rows": (
         {"emb": floats(9, 6), "w": floats(3, 8), "out": floats(16, 3)},
         functools.partial(of_heads, shape=(5, 2, 3)),
@@ -1016,6 +1030,10 @@ OTHERWISE = {  # parameters, loss, arguments: and others of which the same holds
     "one sample": (
         ({**MODEL, "pos": floats(5, 6)}, positions, [integers(2, 5)]),
         ({**MODEL, "pos": floats(5, 6)}, positions, [integers(1, 5)]),
+    ),
+    "one sequence": (
+        ({**MODEL, "pos": floats(5, 6)}, positions, [integers(2, 5)]),
+        ({**MODEL, "pos": floats(5, 6)}, positions, [IDS]),
     ),
     "one sample of a power iteration": (
         (NET, spectral, [floats(2, 6), floats(8)]),

@@ -297,7 +297,9 @@ def _used_up(op: Operation) -> list[Value]:
         if others and (not x.has_all(op.shape) or not others & {*x.leaves})
     ]
     left = [x for x in op.made if x not in used]
-    if op.name in SUMS and any(x.picked and x.data for x in left):  # rows are data
+    # Rows are data: in e[ids] + positions, and in x.mean(-1) * w.sum(0) of such rows x.
+    is_outer = len(scales) == len(op.made)
+    if any(x.picked and x.data for x in left) and (op.name in SUMS or is_outer):
         used += [x for x in left if not x.data]
     return used
 
