@@ -23,6 +23,7 @@ from jax_muon.matrices.computation.values import (
     fit,
     fitted,
     joined,
+    joined_places,
     place_of_rows,
     placed,
     reshaped,
@@ -82,15 +83,15 @@ def cut(
     single = [a for a in range(len(old)) if new[a] == 1 < old[a]]
 
     def part(parts: AxisParts) -> AxisParts:
-        fits = [
-            x if m == n else fitted(x, n)
-            for x, m, n in zip(parts, old, new, strict=True)
+        each = [*enumerate(zip(parts, old, new, strict=True))]
+        fits = tuple(x if m == n else fitted(x, n) for _, (x, m, n) in each)
+        rows = place_of_rows(parts)
+        mixed = [
+            a
+            for a, (x, m, n) in each
+            if m != n and x and (a == rows or x[0].at == SCATTERED)
         ]
-        for a, x in enumerate(parts) if starts is None else ():
-            is_mixed = a == place_of_rows(parts) or (x and x[0].at == SCATTERED)
-            if is_mixed and old[a] != new[a]:
-                fits[a] = scattered(x, LOST)
-        return tuple(fits)
+        return scattered(fits, mixed if starts is None else (), LOST)
 
     def rest(parts: AxisParts) -> AxisParts:
         return tuple(() if a in single else x for a, x in enumerate(part(parts)))
@@ -165,14 +166,9 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     source = dict(zip(numbers.offset_dims, kept, strict=True))
     rows = [a for a in range(len(new)) if a not in source]
     if index.data or not (along := _rows(eqn, index, rows)):
-        axes = [x for parts in value.leaves.values() for x in parts if x]
-        if not index.data and any(x[0].at for x in axes):  # of a vector, (6, 8)
-            return value.moved(
-                lambda of: reshaped(
-                    tuple(scattered(x, LOST) if x and x[0].at else x for x in of),
-                    old,
-                    new,
-                )
+        if not index.data and any(map(joined_places, value.leaves.values())):
+            return value.moved(  # an order (6, 8) of a vector
+                lambda of: reshaped(scattered(of, joined_places(of), LOST), old, new)
             )
         at = None if index.data else index.computed()
         starts = None
@@ -186,11 +182,10 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         result = [*fit(placed(parts, source, new), new)]
         for a, of in along.items():
             each = [x for axis in of for x in parts[axis]]
-            is_joined = any(x.at for x in each)
             result[a] = fitted([x._replace(at=None) for x in each], new[a])
-            if is_joined:
+            if any(x.at for x in each):
                 is_all = new[a] == math.prod(old[axis] for axis in of)
-                result[a] = scattered(result[a], SCATTERED if is_all else LOST)
+                result = [*scattered((*result,), [a], SCATTERED if is_all else LOST)]
         return tuple(result)
 
     return pick(trace, eqn, value.moved(taken), index)
@@ -270,10 +265,7 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
                 part.leaves[leaf] = of
                 part.joined_at(leaf, axis, stop - size, size, shape)
             elif len(counts) > 1:  # parts of a leaf beside others
-                part.leaves[leaf] = tuple(
-                    scattered(x) if x and (a == axis or x[0].at) else x
-                    for a, x in enumerate(of)
-                )
+                part.leaves[leaf] = scattered(of, [axis, *joined_places(of)])
         parts.append(part)
     result = _together(trace, eqn, parts)
     for leaf in [leaf for leaf in result.leaves if counts[leaf] > 1]:
@@ -321,8 +313,7 @@ def _update(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             if a in starts and size < n and (is_whole or is_joined):
                 updates.joined_at(leaf, a, int(starts[a]), size, shape)
             elif size < n and is_joined:
-                now = updates.leaves[leaf]
-                updates.leaves[leaf] = (*now[:a], scattered(now[a]), *now[a + 1 :])
+                updates.leaves[leaf] = scattered(updates.leaves[leaf], [a])
     updates = updates.moved(lambda parts: fit(parts, shape))
     index = joined(indices)
     for (leaf, axis), loop in updates.rows.items():

@@ -79,7 +79,7 @@ def between(
     if not of_axis or of_axis[0].at is None:
         return of_axis
     if of_axis[0].at in (SCATTERED, LOST):
-        return scattered(of_axis, LOST)
+        return scattered((of_axis,), [0], LOST)[0]
     at, length = of_axis[0].at
     low, high = max(at, start), min(at + length, start + size)
     if low >= high:
@@ -89,12 +89,21 @@ def between(
     return (first._replace(at=place), *rest)
 
 
+def joined_places(parts: AxisParts) -> list[int]:
+    """The axes of a value along which it has the leaf beside others."""
+    return [a for a, of_axis in enumerate(parts) if of_axis and of_axis[0].at]
+
+
 def scattered(
-    of_axis: tuple[AxisPart, ...], at: tuple[int, int] = SCATTERED
-) -> tuple[AxisPart, ...]:
-    """The parts of an axis of several leaves, whose order is unknown."""
-    first, *others = of_axis
-    return (first._replace(at=first.at if first.at == LOST else at), *others)
+    parts: AxisParts, places: Iterable[int], at: tuple[int, int] = SCATTERED
+) -> AxisParts:
+    """Parts whose order along some axes is unknown; what is lost stays so."""
+    result = [*parts]
+    for place in places:
+        for first in result[place][:1]:
+            now = LOST if first.at == LOST else at
+            result[place] = (first._replace(at=now), *result[place][1:])
+    return tuple(result)
 
 
 def fitted(of_axis: Sequence[AxisPart], size: int) -> tuple[AxisPart, ...]:
@@ -111,9 +120,8 @@ def fitted(of_axis: Sequence[AxisPart], size: int) -> tuple[AxisPart, ...]:
 
 def reshaped(parts: AxisParts, old: Shape, new: Shape) -> AxisParts:
     """The parts of the old axes, divided among the new ones."""
-    joined_at = [place for place, of in enumerate(parts) if of and of[0].at is not None]
-    if joined_at:
-        return _reshaped_beside_others(parts, joined_at[0], old, new)
+    if places := joined_places(parts):
+        return _reshaped_beside_others(parts, places[0], old, new)
     shards, more = divmod(math.prod(map(_size, parts)), math.prod(old) or 1)
     if shards > 1 and not more and new and axes_in(parts[:1]) & axes_in(parts[1:]):
         new = [shards * new[0], *new[1:]]  # w (12, 20) as rows (8, 30), on each device
@@ -135,7 +143,7 @@ def reshaped(parts: AxisParts, old: Shape, new: Shape) -> AxisParts:
             of_axis.append(AxisPart(axis, stride * (length // taken), taken, whole))
             size //= taken
         result.append(tuple(of_axis))
-    return tuple(scattered(x) if x and is_mixed else x for x in result)
+    return scattered(tuple(result), range(len(new)) if is_mixed else ())
 
 
 def place_of_rows(parts: AxisParts) -> int:
@@ -163,7 +171,9 @@ def _reshaped_beside_others(
     if not starts or first.at == SCATTERED:  # or b in (2, 64) as (128,)
         result = reshaped((*parts[:place], block, *parts[place + 1 :]), old, new)
         axes = axes_in((block,))
-        return tuple(scattered(x) if axes_in((x,)) & axes else x for x in result)
+        return scattered(
+            result, [a for a, x in enumerate(result) if axes_in((x,)) & axes]
+        )
     row = [1 if is_in_rows else n for n in old[place + 1 :]]  # (8,) of rows (8, 8)
     at, size = (n * math.prod(row) for n in first.at)
     (vector,) = reshaped((block, *parts[place + 1 :]), [first.at[1], *row], [size])
