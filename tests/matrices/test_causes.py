@@ -194,6 +194,14 @@ def energy(p, x, penalty=lambda w: jnp.sum(w**2)):
     return jnp.sum(forces**2) + sum(map(penalty, p.values()))
 
 
+def forces(p, x, last):
+    """The gradient of an energy alone."""
+    slopes = jax.grad(
+        lambda x: last(jnp.tanh(jnp.tanh(x @ p["w"]) @ p["v"]), p["o"]).sum()
+    )
+    return jnp.sum(slopes(x) ** 2)
+
+
 def largest(w):
     return jnp.sum(lax.top_k(jnp.abs(w).reshape(-1), 4)[0])
 
@@ -580,6 +588,7 @@ def soft_targets(p, x, q, mean=total):
     return -mean(q, jax.nn.log_softmax(jnp.tanh(x @ p["w"]) @ p["out"]))
 
 
+OF_VECTOR = {"w": floats(6, 8), "v": floats(8, 8), "o": floats(8)}
 FACTORS = {"w": floats(6, 8), "a": floats(8, 4), "out": floats(4, 3)}
 GATED_HEADS = dict.fromkeys(("q", "k", "v", "gate", "w"), floats(6, 6)) | {
     "out": floats(6, 3)
@@ -767,6 +776,12 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         energy,
         [X],
         functools.partial(energy, penalty=largest),
+    ),
+    "forces of a vector": (
+        OF_VECTOR,
+        functools.partial(forces, last=lambda y, o: y @ o[:, None]),
+        [X],
+        functools.partial(forces, last=lambda y, o: y @ o),
     ),
     "second derivatives": (NET, net, [X], laplacian),
     "scaled and back": (NET, net, [X], quantized),

@@ -518,7 +518,7 @@ def _head(leaf: Leaf) -> Answer | None:
     for use in leaf.every:
         for x in leaf.found.takers[use]:
             uses = leaf.trace.uses[x.path].values() if x else ()
-            if not x or use.depth == least or x.depth == _depth(uses):
+            if not x or use.depth == x.depth == least or x.depth == _depth(uses):
                 return None
     reason = f"last product before the result{leaf.at(*_PRODUCTS)}"
     return ADAMW, "head", reason, leaf.axes

@@ -329,6 +329,12 @@ def _beside_data(op: Operation, made: Sequence[Value], result: Value) -> list[Va
         if value.picked and op.name == "mul":
             for x in op.active:
                 op.trace.feed(x)
+        if op.name == "mul" and op.trace.is_transposed(op.eqn):
+            # The gradient of tanh(x @ w) @ o, of a vector o, multiplies o by tanh'.
+            uses = op.trace.use(value, "elementwise", op.eqn)
+            before = {y for x in op.active for y in x.sources if not y.is_gradient}
+            for use, y in itertools.product(uses, before):
+                op.trace.note("takes", y, other=use)
         if op.fits and is_input and not is_whole:
             data = op.trace.given(value, op.eqn)
             result.sources |= data.sources
