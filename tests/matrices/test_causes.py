@@ -202,6 +202,16 @@ def forces(p, x, last):
     return jnp.sum(slopes(x) ** 2)
 
 
+def slopes_of_energy(z, w):
+    return jax.grad(lambda z: jax.nn.logsumexp(z @ w, -1).sum())(z)
+
+
+def flow(p, x, slopes=slopes_of_energy):
+    """A layer that goes down the slope of an energy."""
+    z = jnp.tanh(x @ p["w"])
+    return jnp.sum(jnp.tanh(z - slopes(z, p["v"])) @ p["out"])
+
+
 def largest(w):
     return jnp.sum(lax.top_k(jnp.abs(w).reshape(-1), 4)[0])
 
@@ -589,6 +599,7 @@ def soft_targets(p, x, q, mean=total):
 
 
 OF_VECTOR = {"w": floats(6, 8), "v": floats(8, 8), "o": floats(8)}
+FLOW = {"w": floats(6, 8), "v": floats(8, 8), "out": floats(8, 3)}
 FACTORS = {"w": floats(6, 8), "a": floats(8, 4), "out": floats(4, 3)}
 GATED_HEADS = dict.fromkeys(("q", "k", "v", "gate", "w"), floats(6, 6)) | {
     "out": floats(6, 3)
@@ -782,6 +793,12 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         functools.partial(forces, last=lambda y, o: y @ o[:, None]),
         [X],
         functools.partial(forces, last=lambda y, o: y @ o),
+    ),
+    "a layer that is a gradient": (
+        FLOW,
+        functools.partial(flow, slopes=lambda z, w: jax.nn.softmax(z @ w) @ w.T),
+        [X],
+        flow,
     ),
     "second derivatives": (NET, net, [X], laplacian),
     "scaled and back": (NET, net, [X], quantized),
