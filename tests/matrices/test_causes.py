@@ -202,6 +202,10 @@ def forces(p, x, last):
     return jnp.sum(slopes(x) ** 2)
 
 
+def by_a_vector(p, x, total):
+    return total(jnp.tanh(jnp.tanh(x @ p["w"]) @ p["v"]) * p["o"]).sum()
+
+
 def slopes_of_energy(z, w):
     return jax.grad(lambda z: jax.nn.logsumexp(z @ w, -1).sum())(z)
 
@@ -734,6 +738,18 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         fused,
         [X],
         functools.partial(fused, part=lambda y, i: jnp.take(y, i, 0)),
+    ),
+    "a last vector by ones": (
+        OF_VECTOR,
+        functools.partial(by_a_vector, total=lambda y: y.sum(-1)),
+        [X],
+        functools.partial(by_a_vector, total=lambda y: y @ np.ones(8, "f")),
+    ),
+    "a last vector by running sums": (
+        OF_VECTOR,
+        functools.partial(by_a_vector, total=lambda y: y.sum(-1)),
+        [X],
+        functools.partial(by_a_vector, total=lambda y: jnp.cumsum(y, -1)[:, -1]),
     ),
     "an identity after": (NET, net, [X], of(lambda w: w @ np.eye(8, dtype="f"))),
     "an identity before": (NET, net, [X], of(lambda w: np.eye(6, dtype="f") @ w)),

@@ -358,9 +358,15 @@ def _top_k(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 
 
 def note_sums(trace: Trace, eqn: JaxprEqn, value: Value, axes: Sequence[int]) -> None:
-    """Note that outputs along some axes of a value are added up, of experts say."""
+    """Note that outputs along some axes of a value are added up, of experts say.
+
+    Of elements times a vector, (x @ w) * v, the sum is a product with the vector.
+    """
+    is_sum = not eqn.primitive.name.startswith(("reduce_m", "arg"))
     for use, parts in value.outputs.items() if not trace.is_transposed(eqn) else ():
         trace.note("summed", use, axes_in(parts, axes))
+        if is_sum and use.kind == "elementwise" and axes_in(parts, axes):
+            trace.feed(value, use.path)
 
 
 def reduced(
@@ -380,9 +386,6 @@ def _reduce(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     name, params, (value,) = eqn.primitive.name, eqn.params, values
     axes = params["axes"] if name != "cumsum" else [params["axis"]]
     along = {use: axes_in(parts, axes) for use, parts in value.outputs.items()}
-    for use in along if name == "reduce_sum" and not trace.is_transposed(eqn) else ():
-        if use.kind == "elementwise" and along[use]:
-            trace.feed(value, use.path)
     places = range(len(shape_of(eqn.invars[0])))
     left = [a for a in places if a not in axes or name == "cumsum"]
     result = value.moved(lambda parts: tuple(parts[a] for a in left))
