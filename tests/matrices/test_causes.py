@@ -24,6 +24,11 @@ MODEL = {"emb": floats(9, 6), **NET}
 X, IDS = floats(5, 6), integers(5)
 
 
+def basis(w):
+    """A window (3, 4) of a matrix (6, 8), by constants."""
+    return jnp.tensordot(np.ones((3, 4, 6), np.float32), w, 1)
+
+
 def net(p, x, product=jnp.matmul, w=lambda w: w):
     """Two layers, whose first matrix is `w(p["w"])`."""
     return jnp.sum(jnp.tanh(product(x, w(p["w"]))) @ p["out"])
@@ -750,6 +755,18 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         functools.partial(by_a_vector, total=lambda y: y.sum(-1)),
         [X],
         functools.partial(by_a_vector, total=lambda y: jnp.cumsum(y, -1)[:, -1]),
+    ),
+    "a grid of two axes": (
+        NET,
+        lambda p, y: net(p, np.ones((20, 6), np.float32)) - y.sum(),
+        [X],
+        lambda p, y: net(p, np.ones((5, 4, 6), np.float32)) - y.sum(),
+    ),
+    "a basis of a window": (
+        NET,
+        lambda p, x: net(p, x.reshape(5, 12), w=lambda w: basis(w).reshape(12, 8)),
+        [floats(5, 3, 4)],
+        lambda p, x: net(p, x, functools.partial(jnp.einsum, "bij,ijo->bo"), basis),
     ),
     "an identity after": (NET, net, [X], of(lambda w: w @ np.eye(8, dtype="f"))),
     "an identity before": (NET, net, [X], of(lambda w: np.eye(6, dtype="f") @ w)),

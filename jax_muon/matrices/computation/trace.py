@@ -221,14 +221,19 @@ class Trace:
     def _sides(self, value: Value, leaf: str, sides: Sequence[str]) -> Sides:
         """The sides of a leaf's axes in a use, where a value's axes have `sides`."""
         parts, known = value.leaves[leaf], value.sides.get(leaf, {})
-        places = [axis for of_axis in parts for axis in axes_in((of_axis,))]
-        # In q (24, 24) @ w (24, 40), of a constant q, axis 0 of w is q's now. A product
-        # along it says nothing of axis 0, unless axis 0 is nowhere else.
-        now = {
-            axis: frozenset({side})
+        pairs = [
+            (axis, side)
             for of_axis, side in zip(parts, sides, strict=False)
             for axis in axes_in((of_axis,))
-            if CONSTANT not in known.get(axis, ()) or places.count(axis) == 1
+        ]
+        # In q (24, 24) @ w (24, 40), of a constant q, axis 0 of w is q's now. A product
+        # along it says nothing of axis 0, unless axis 0 is nowhere else, or all of it
+        # is on that side, as in einsum("bij,ijo->bo", x, q @ w) of q (8, 8, 24).
+        now = {
+            axis: frozenset({side})
+            for axis, side in pairs
+            if CONSTANT not in known.get(axis, ())
+            or all(x == side for a, x in pairs if a == axis)
         }
         known = {a: x - {SUMMED} for a, x in merged(known, now).items()}
         known = {a: x - {CONSTANT} or x for a, x in known.items() if x}
