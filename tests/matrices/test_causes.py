@@ -207,18 +207,20 @@ def forces(p, x, last):
     return jnp.sum(slopes(x) ** 2)
 
 
+def layers_by_one_hots(p, x, rows=()):
+    """Layers in a scan, or chosen by the rows of an identity in a scan."""
+
+    def layer(x, row):
+        gain, w = (jnp.tensordot(row[0], y, 1) for y in layers) if rows else row
+        return jnp.tanh((x * gain) @ w), None
+
+    layers = p["gain"], p["w"]
+    x, _ = lax.scan(layer, x, rows or layers)
+    return jnp.sum(x @ p["out"])
+
+
 def by_a_vector(p, x, total):
     return total(jnp.tanh(jnp.tanh(x @ p["w"]) @ p["v"]) * p["o"]).sum()
-
-
-def slopes_of_energy(z, w):
-    return jax.grad(lambda z: jax.nn.logsumexp(z @ w, -1).sum())(z)
-
-
-def flow(p, x, slopes=slopes_of_energy):
-    """A layer that goes down the slope of an energy."""
-    z = jnp.tanh(x @ p["w"])
-    return jnp.sum(jnp.tanh(z - slopes(z, p["v"])) @ p["out"])
 
 
 def largest(w):
@@ -608,7 +610,6 @@ def soft_targets(p, x, q, mean=total):
 
 
 OF_VECTOR = {"w": floats(6, 8), "v": floats(8, 8), "o": floats(8)}
-FLOW = {"w": floats(6, 8), "v": floats(8, 8), "out": floats(8, 3)}
 FACTORS = {"w": floats(6, 8), "a": floats(8, 4), "out": floats(4, 3)}
 GATED_HEADS = dict.fromkeys(("q", "k", "v", "gate", "w"), floats(6, 6)) | {
     "out": floats(6, 3)
@@ -826,12 +827,6 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         functools.partial(forces, last=lambda y, o: y @ o[:, None]),
         [X],
         functools.partial(forces, last=lambda y, o: y @ o),
-    ),
-    "a layer that is a gradient": (
-        FLOW,
-        functools.partial(flow, slopes=lambda z, w: jax.nn.softmax(z @ w) @ w.T),
-        [X],
-        flow,
     ),
     "second derivatives": (NET, net, [X], laplacian),
     "scaled and back": (NET, net, [X], quantized),
@@ -1074,6 +1069,12 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         of_members,
         [X],
         functools.partial(of_members, product=one_member_at_a_time),
+    ),
+    "layers by rows of an identity": (
+        {"gain": floats(3, 6), "w": floats(3, 6, 6), **OUT},
+        layers_by_one_hots,
+        [X],
+        lambda p, x: layers_by_one_hots(p, x, rows=(np.eye(3, dtype="f"),)),
     ),
     "members by their numbers": (
         members({**NET, "gate": floats(8)}),

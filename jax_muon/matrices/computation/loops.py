@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jax_muon.base import jaxprs
@@ -35,7 +36,9 @@ def _scan(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
             for use, parts in value.outputs.items():
                 trace.note("batched", use, axes_in(parts, [0]))
         row = cut(trace, value, shape_of(v), (1, *shape_of(v)[1:]))
-        row = replace(row, rows=value.rows | dict.fromkeys(over, id(eqn)))
+        row = replace(row, rows=value.rows | dict.fromkeys(over, id(eqn)), numbers=None)
+        if value.selects(range(1, len(shape_of(v)))):  # each row of an identity
+            row.numbers = functools.partial(_first_row, value)
         rows.append(row.moved(lambda parts: parts[1:]))
     before, carry = values[:constants], values[constants:start]
     carry, ys = _repeat(trace, eqn, body, before, carry, rows)
@@ -49,6 +52,12 @@ def _scan(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
             if Edge("in turns", use, axes) in trace.edges:
                 trace.note("in turns", use, axes, about="side by side")
     return [*carry, *ys]
+
+
+def _first_row(value: Value) -> np.ndarray:
+    numbers = value.computed()
+    assert numbers is not None
+    return numbers[0]
 
 
 def _put_together(y: Value, x: Value) -> dict[Use, frozenset[int]]:
@@ -127,7 +136,7 @@ def _repeat(
     loop = id(eqn)
 
     def turning(values: Sequence[Value]) -> list[Value]:
-        return [replace(x, turns=x.turns | {loop}, numbers=None) for x in values]
+        return [replace(x, turns=x.turns | {loop}) for x in values]
 
     def outside(x: Value) -> Value:
         rows = {axis: n for axis, n in x.rows.items() if n != loop}
@@ -137,7 +146,8 @@ def _repeat(
     seen, first = trace.seen(), carry
     for _ in range(len(carry) + 2):  # a fact may take a turn for each part of it
         trace.forget(seen)  # of the first turns, which may see zeros instead of data
-        results = trace.call(eqn, body, [*constants, *turning(carry), *rows])
+        unknown = [replace(x, numbers=None) for x in turning(carry)]
+        results = trace.call(eqn, body, [*constants, *unknown, *rows])
         results = [*map(outside, results)]
         before, pairs = carry, zip(carry, results, strict=False)
         carry = [_meet(trace, eqn, *pair) for pair in pairs]

@@ -211,9 +211,7 @@ class Trace:
             self.inputs_of[use] |= sources
             uses.append(use)
         for use, before in itertools.product(uses, sources):
-            # Also in the next layer after z - jax.grad(energy)(z).
-            if use.depth == before.depth or (before.is_gradient and not use.depth):
-                # Backwards, what is later comes first.
+            if use.depth == before.depth:  # backwards, what is later comes first
                 first, then = (use, before) if use.is_gradient else (before, use)
                 self.note("takes", first, other=then)
         return uses
