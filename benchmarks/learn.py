@@ -51,7 +51,7 @@ class Run(NamedTuple):
         return cls(kind, float(lr), int(steps), int(seed))
 
 
-# The last of three seeds, which results/gpu/h200.jsonl has; four minutes.
+# Those of results/gpu/h200.jsonl, five minutes with what they compile.
 RUNS = (
     Run("nanochat", 0.02, 240, 2),
     Run("adamw", 0.001, 600, 1),

@@ -110,8 +110,10 @@ def verify(tx: OnMesh, params: optax.Params, **extra_args: Any) -> Verification:
     dtype = optimizer.gather_dtype
     shardings = jax.tree.map(lambda x: x.sharding, optimizer.abstract(params)[0])
     rounding = 0.0 if dtype is None else float(jnp.finfo(dtype).eps) / 2
-    settings = {"rounding": rounding, "must_move": True}
-    return compare(optimizer.tx, tx, runs, shardings, **settings, **extra_args)
+    pair = optimizer.tx, tx
+    return compare(
+        *pair, runs, shardings, rounding=rounding, must_move=True, **extra_args
+    )
 
 
 def compare(

@@ -226,9 +226,10 @@ def test_the_readme_has_steps_on_a_gpu():
 
     names = {"GPT-2 124M": "gpt2-124m", "GPT 1.3B": "gpt-1.3b"}
     assert table("gpu_readme") == {name: row(model) for name, model in names.items()}
-    ours, optax = table("gpu_readme")["GPT-2 124M"][:2]
-    first = (ROOT / "README.md").read_text().partition("```python")[0]
-    assert f"took {ours} ms on an H200, [optax's Muon {optax}]" in first
+    ours, optax, low, torch, _ = table("gpu_readme")["GPT-2 124M"]
+    first = " ".join((ROOT / "README.md").read_text().partition("```python")[0].split())
+    assert f"took {ours} ms on an H200, [optax's Muon {optax}](" in first
+    assert f"in float32 and {low} in bfloat16, nanochat's in PyTorch {torch}" in first
 
 
 def test_losses_on_a_gpu():
