@@ -46,11 +46,11 @@ def apply_rules(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Para
             for where in kind:
                 deciding[where].add(kind[0])
     for where, value in values.items():
-        paths = ", ".join(matched[where])
+        paths = ", ".join(map(_shown, matched[where]))
         if by_path and not matched[where] and not (is_tree and value is None):
             raise ValueError(
                 f"rules: {where!r} matches no parameter; expected a path or a pattern "
-                f"of these: {', '.join(by_path)}"
+                f"of these: {', '.join(map(_shown, by_path))}"
             )
         # {"*": "muon", "head": "adamw"}: head gets its label from "*".
         others = [
@@ -70,6 +70,10 @@ def apply_rules(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Para
                 "a pattern of matrices, before rules with other labels"
             )
     return ruled
+
+
+def _shown(path: str) -> str:
+    return path or "a tree that is one array, as inside optax.flatten"
 
 
 def _by_place(rules: Rules) -> tuple[dict[str, Rule], bool]:

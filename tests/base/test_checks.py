@@ -166,6 +166,9 @@ WRONG |= {  # at init,
     "one vector, as optax.flatten makes: unflatten before": lambda: init(
         optax.flatten(jm.orthogonalize()), MATRIX
     ),
+    "of these: a tree that is one array, as inside optax.flatten": lambda: init(
+        optax.flatten(muon(matrices={"w": "muon"})), MATRIX
+    ),
     "rules: '0' matches no parameter": lambda: init(read_as(["frozen"])),
     "joins={'w': 0.5}: K=0.5; expected a Python int": lambda: known(
         MATRIX, joins={"w": 0.5}
