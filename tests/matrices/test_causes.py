@@ -275,6 +275,13 @@ def experts(p, x, weights):
     return jnp.sum(jnp.tanh(y) @ p["out"])
 
 
+def gates_first(p, x):
+    """Gates of a top-k, put into zeros, in one product with data and experts."""
+    weights, places = lax.top_k(jax.nn.softmax(x @ p["gate"]), 2)
+    gates = jnp.zeros((5, 4)).at[jnp.arange(5)[:, None], places].set(weights)
+    return jnp.sum(jnp.tanh(jnp.einsum("te,ti,eio->to", gates, x, p["w"])) @ p["out"])
+
+
 def softmax_by(exp=jnp.exp, inverse=False):
     def softmax(x):
         e = exp(x)
@@ -1024,6 +1031,18 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         of_vectors,
         [X],
         lambda p, x: lax.map(lambda x: of_vectors(p, x), x).sum(),
+    ),
+    "gates of a top-k in the product": (
+        EXPERTS,
+        softmax_above(lambda gates: lax.top_k(gates, 3)[0][:, 2:]),
+        [X],
+        gates_first,
+    ),
+    "gates without a softmax": (
+        EXPERTS,
+        softmax_by(),
+        [X],
+        functools.partial(experts, weights=jax.nn.sigmoid),
     ),
     "large gates": (EXPERTS, softmax_by(), [X], softmax_above(lambda gates: 0.1)),
     "a quotient by a power": (

@@ -1,5 +1,6 @@
 """Every rule of the reading is needed: a program is read otherwise without it."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -47,7 +48,13 @@ def in_another_order(p, x):
     return jnp.sum(jnp.tanh(x @ p["w"]) @ p["out"])
 
 
-SIZES = {"w": floats(6, 8), "out": floats(8, 3)}
+def weighed_experts(p, x):
+    """Outputs of two experts, each times a number of each sample, added up."""
+    y = jnp.einsum("ti,eio->eto", x, p["experts"]) * jax.nn.sigmoid(x.T[:2, :, None])
+    return jnp.sum(jnp.tanh(y.sum(0)) @ p["out"])
+
+
+SIZES = {"w": floats(6, 8), "out": floats(8, 3), "experts": floats(2, 6, 8)}
 OWN = {
     loss: Program(loss, SIZES, (floats(5, 6),), {})
     for loss in (
@@ -56,6 +63,7 @@ OWN = {
         behind_a_barrier,
         set_in_a_buffer,
         in_another_order,
+        weighed_experts,
     )
 }
 
@@ -65,6 +73,7 @@ EDGES = {
     "sliced": "fused_kernels",
     "heads": "grouped_queries",
     "gated": "moe_dense_summed_in_the_product",
+    "scaled": weighed_experts,
     "gates": "branches_kinds_and_a_power_iteration",
     "summed": "multi_gate_experts_of_several_tasks",
     "contracts": "gates_first_and_stacked_layers",

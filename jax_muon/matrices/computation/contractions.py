@@ -384,6 +384,8 @@ def _note_result(
     # Backwards a softmax is part of a gradient, (softmax - one-hot).T @ h for the head.
     if other.are_gates and not is_transposed:
         trace.note("weighed", use, inside)
+    elif other.data and not (is_transposed or product.free[1 - i]):
+        trace.note("batched", use, inside)  # by weights of each sample and member
     trace.note("mixed", use, inside, others=frozenset(outside))
 
 

@@ -50,6 +50,7 @@ class Evidence:
       takers: products that take its result, so that it is no head; None is a frozen
         kernel.
       gated: its outputs that gates multiply; `gates`: its outputs that are gates.
+      scaled: its outputs (tokens, experts, out) that (tokens, experts, 1) multiply.
       slices: parts of its outputs, by axis.
       heads: that an attention makes of its outputs.
     """
@@ -60,6 +61,7 @@ class Evidence:
     takers: dict[Use, set[Use | None]] = field(default_factory=lambda: _of(set))
     gated: dict[Use, set[int]] = field(default_factory=lambda: _of(set))
     gates: dict[Use, set[int]] = field(default_factory=lambda: _of(set))
+    scaled: dict[Use, set[int]] = field(default_factory=lambda: _of(set))
     slices: dict[Use, dict[int, set[tuple[int, int]]]] = field(
         default_factory=lambda: _of(lambda: _of(set))
     )
@@ -140,6 +142,11 @@ def _gated(found: Evidence, edge: Edge) -> None:
     found.gated[edge.use] |= edge.axes
 
 
+def _scaled(found: Evidence, edge: Edge) -> None:
+    """Other activations, such as sigmoids, multiply them in that way."""
+    found.scaled[edge.use] |= edge.axes
+
+
 def _gates(found: Evidence, edge: Edge) -> None:
     """Its outputs are such gates."""
     found.gates[edge.use] |= edge.axes
@@ -148,6 +155,7 @@ def _gates(found: Evidence, edge: Edge) -> None:
 def _summed(found: Evidence, edge: Edge) -> None:
     """A sum over experts whose outputs (tokens, experts, out) gates multiplied."""
     found.separate(edge.use, edge.axes & found.gated[edge.use])
+    found.separate_members(edge.use, edge.axes & found.scaled[edge.use])
 
 
 def _contracts(found: Evidence, edge: Edge) -> None:
@@ -228,6 +236,7 @@ EDGES: dict[str, Callable[[Evidence, Edge], None]] = {
     "sliced": _sliced,
     "heads": _has_heads,
     "gated": _gated,
+    "scaled": _scaled,
     "gates": _gates,
     "summed": _summed,
     "contracts": _contracts,

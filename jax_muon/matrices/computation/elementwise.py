@@ -393,14 +393,15 @@ def _note_gates(op: Operation, result: Value) -> None:
     """
     values, sizes = op.values, [*map(math.prod, op.shapes)]
     for i, j in ((0, 1), (1, 0)):
-        if values[i].are_gates and sizes[i] < sizes[j]:
+        if values[i].data and sizes[i] < sizes[j]:
             places = [a for a, n in enumerate(op.shapes[i]) if n > 1]
+            kind = "gated" if values[i].are_gates else "scaled"
             for use, parts in values[j].outputs.items():
-                op.trace.note("gated", use, axes_in(parts, places))
-            for use, parts in values[i].outputs.items():
+                op.trace.note(kind, use, axes_in(parts, places))
+            for use, parts in values[i].outputs.items() if kind == "gated" else ():
                 op.trace.note("gates", use, axes_in(parts))
         alone = [n > 1 == m for n, m in zip(op.shapes[i], op.shapes[j], strict=False)]
-        if values[i].one_hot and any(alone):
+        if values[i].are_gates and any(alone):
             gates = Use(-id(op.eqn), "", "gates", "", (op.eqn,))
             op.trace.note("gates", gates, [0])
             pairs = zip(alone, op.shape, strict=True)
