@@ -46,6 +46,41 @@ def test_forms_of_linen(as_users_write):
         assert leaves_with_paths(by_rules) == leaves_with_paths(labels)
 
 
+class LinenMLP(nn.Module):
+    """Three layers, the last of them apart; or all of them in one loop."""
+
+    apart: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2 if self.apart else 3):
+            x = jnp.tanh(nn.Dense(8)(x))
+        return nn.Dense(8)(x) if self.apart else x
+
+
+class LinenEncoder(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = LinenMLP()(x)
+        return x + LinenMLP()(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "heads"),
+    [
+        (LinenMLP(), {"Dense_2/kernel"}),
+        (LinenMLP(apart=False), set()),
+        (LinenEncoder(), set()),
+    ],
+)
+def test_heads_of_linen(model, heads, as_users_write):
+    """A number tells layers of a loop, or blocks, but not every Dense of a module."""
+    x = jnp.zeros((2, 8))
+    params = model.init(jax.random.key(0), x)["params"]
+    found = jm.find_matrices(params, lambda p, x: model.apply({"params": p}, x), x)
+    assert {path for path, read in found.items() if read.role == "head"} == heads
+
+
 def test_forms_of_nnx():
     """nnx.Optimizer boxes parameters at init and not at update: both must agree.
 

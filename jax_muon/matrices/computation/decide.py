@@ -8,7 +8,7 @@ test switches each of them off, and names the program that then is read wrongly.
 import collections
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -372,28 +372,35 @@ def with_agreeing_layers(
     A function that ends before the model's head, such as an encoder, has its last
     kernels as its last products.
     """
-    both = [(_place(x, trace), x) for x in parameters]
-    kernels = {kind: x for kind, x in both if x.label == MUON}
+    matrices = [x for x in parameters if len(x.shape) > 1]
+    number = collections.Counter(x.path.rpartition("/")[0] for x in matrices)
+    both = [(_places(x, trace, number), x) for x in parameters]
+    kernels = {key: x for keys, x in both if x.label == MUON for key in keys}
     agreed = []
-    for kind, x in both:
-        if x.role == "head" and (like := kernels.get(kind)):
+    for keys, x in both:
+        like = next((kernels[key] for key in keys if key in kernels), None)
+        if x.role == "head" and like:
             reason = f"{x.reason}, and like {like.path!r}"
             x = replace(x, label=MUON, role=like.role, reason=reason)
         agreed.append(x)
     return agreed
 
 
-def _place(x: Parameter, trace: Trace) -> tuple[object, ...]:
-    """What parameters of several layers have in common: a name, or else the code.
+def _places(x: Parameter, trace: Trace, number: Mapping[str, int]) -> list[Any]:
+    """What parameters of several layers have in common: a name, or the code.
 
-    `layers/0/down` and `layers/1/down` have a name. Of a list of matrices, 0, 1 and 2,
-    those are layers that the same place of the code uses, turn by turn of a loop.
+    `layers/0/down` and `layers/1/down`, beside `up`, have a name. Of a list of matrices
+    or of modules with one each, 0, 1 and 2 or Dense_0, Dense_1 and Dense_2, those are
+    layers that the same place of the code uses, turn by turn of a loop.
     """
-    name: object = trees.numberless(x.path)
-    if x.path.rpartition("/")[2].isdigit():
-        places = [jaxprs.places_of(use.calls) for use in trace.uses[x.path].values()]
-        name = trees.numberless(x.path.rpartition("/")[0]), *places
-    return name, x.shape
+    above = x.path.rpartition("/")[0]
+    if number[above] == 1:
+        above = above.rpartition("/")[0]
+    own = x.path.removeprefix(above)
+    places = [jaxprs.places_of(use.calls) for use in trace.uses[x.path].values()]
+    by_code = [(trees.numberless(x.path), x.shape, *places)]
+    name = trees.numberless(above), own, x.shape
+    return [name, *(by_code if re.search(r"\d", own) else ())]
 
 
 def _depth(uses: Iterable[Use]) -> int:
