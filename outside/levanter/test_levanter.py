@@ -117,7 +117,10 @@ def linears(tree):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_readings(name):
-    """As each Linear names its axes: In, Out, and batch for all others."""
+    """As each Linear names its axes: In, Out, and batch for all others.
+
+    GPT-2's "qkv" is in its Out, but cut in three: those are three matrices.
+    """
     params = shapes(MODELS[name])
     mesh = jax.make_mesh((1, 1), ("data", "model"), 2 * (AxisType.Auto,))
     with hax.partitioning.set_mesh(mesh):  # the products of experts need one
@@ -133,7 +136,11 @@ def test_readings(name):
         names = [axis.name for axis in layer.weight.axes]
         fan_in, fan_out = (
             tuple(
-                sorted(names.index(axis.name) for axis in hax.axis.ensure_tuple(side))
+                sorted(
+                    names.index(axis.name)
+                    for axis in hax.axis.ensure_tuple(side)
+                    if axis.name != "qkv"
+                )
             )
             for side in (layer.In, layer.Out)
         )
