@@ -282,6 +282,14 @@ def gates_first(p, x):
     return jnp.sum(jnp.tanh(jnp.einsum("te,ti,eio->to", gates, x, p["w"])) @ p["out"])
 
 
+def layers_of(ws, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+
+def beside_frozen(p, x, frozen):
+    return net(p, x, w=lambda w: jnp.concatenate([frozen, w], 1)[:, 4:])
+
+
 def softmax_by(exp=jnp.exp, inverse=False):
     def softmax(x):
         e = exp(x)
@@ -614,6 +622,11 @@ def total(q, z):
 
 def soft_targets(p, x, q, mean=total):
     return -mean(q, jax.nn.log_softmax(jnp.tanh(x @ p["w"]) @ p["out"]))
+
+
+def scaled_logits(p, x, ids, change=lambda y: y):
+    y = jnp.tanh(x @ p["w"]) @ p["out"] * p["scale"]
+    return -jax.nn.log_softmax(change(y))[jnp.arange(5), ids].sum()
 
 
 OF_VECTOR = {"w": floats(6, 8), "v": floats(8, 8), "o": floats(8)}
@@ -1032,6 +1045,26 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         [X],
         lambda p, x: lax.map(lambda x: of_vectors(p, x), x).sum(),
     ),
+    "beside frozen columns": (
+        NET,
+        lambda p, x, _: net(p, x),
+        [X, floats(6, 4)],
+        beside_frozen,
+    ),
+    "beside frozen layers": (
+        {"w": floats(6, 6), "out": floats(6, 3)},
+        lambda p, x, frozen: net(p, jnp.tanh(x @ frozen)),
+        [X, floats(6, 6)],
+        lambda p, x, frozen: jnp.sum(
+            layers_of(jnp.stack([frozen, p["w"]]), x) @ p["out"]
+        ),
+    ),
+    "centered logits": (
+        NET | {"scale": floats(3)},
+        scaled_logits,
+        [X, IDS],
+        functools.partial(scaled_logits, change=lambda y: y - y.mean(-1)[:, None]),
+    ),
     "gates of a top-k in the product": (
         EXPERTS,
         softmax_above(lambda gates: lax.top_k(gates, 3)[0][:, 2:]),
@@ -1235,6 +1268,23 @@ def test_stacked_factors_that_gates_mix():
     found = jm.find_matrices(factors, loss, X, floats(5, 4))
     axes = [found[name].axes for name in "ab"]
     assert [(x.reduction, x.output) for x in axes] == 2 * [((0, 1), (2,))]
+
+
+def test_tokens_beside_data():
+    """A product with another matrix shows that what they lie beside is no weight."""
+
+    def loss(p, x):
+        z = jnp.concatenate([p["tokens"], x])
+        return net(p, jax.nn.softmax(z @ p["key"] @ z.T) @ z)
+
+    params = {"tokens": floats(3, 6), "key": floats(6, 6), **NET}
+    found = jm.find_matrices(params, loss, X)
+    assert {x: read.label for x, read in found.items()} == {
+        "tokens": "adamw",
+        "key": "muon",
+        "w": "muon",
+        "out": "adamw",
+    }
 
 
 def test_a_head_has_no_need_of_axes():

@@ -187,8 +187,12 @@ def _described(op: Operation, result: Value) -> Value:
     if not op.fits:
         result.results = {}
     if len(op.values) > 1 or name != "convert_element_type":
-        for x in [*result.results]:  # a product only if it is summed at once
+        for x, of in [
+            *result.results.items()
+        ]:  # a product only if it is summed at once
             if isinstance(x, Use) and x.kind == "elementwise":
+                if x.left <= axes_in(of):
+                    op.trace.scaling.add(x.path)
                 del result.results[x]
     if name in SUMS and result.noise and made and not any(x.data for x in made):
         result.data = False  # noise added to leaves does not make them data

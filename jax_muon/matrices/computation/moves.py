@@ -233,7 +233,7 @@ def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
         trace.note_input(value, eqn)
     trace.use(value, "picked", eqn)
     picked = value.picked | {*value.leaves}
-    return replace(value, data=True, picked=picked)
+    return replace(value, data=True, picked=picked, beside_given=False)
 
 
 @rule("random_bits", "rng_bit_generator")
@@ -267,7 +267,7 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             elif len(counts) > 1:  # parts of a leaf beside others
                 part.leaves[leaf] = scattered(of, [axis, *joined_places(of)])
         parts.append(part)
-    result = _together(trace, eqn, parts)
+    result = _together(trace, eqn, parts, axis)
     for leaf in [leaf for leaf in result.leaves if counts[leaf] > 1]:
         for own, size in enumerate(trace.shapes[leaf]):  # its rows, stacked again
             if size == shape[axis] and own not in result.sides.get(leaf, ()):
@@ -324,18 +324,30 @@ def _update(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     return _together(trace, eqn, [array, updates])
 
 
-def _together(trace: Trace, eqn: JaxprEqn, parts: Sequence[Value]) -> Value:
+def _together(
+    trace: Trace, eqn: JaxprEqn, parts: Sequence[Value], axis: int | None = None
+) -> Value:
     """An array of several parts; beside data, leaves are used elementwise."""
     if any(x.leaves for x in parts):  # beside noise they are no data
         parts = [x for x in parts if x.leaves or not x.noise]
     result = replace(joined(parts), results={})
     are_picked = {bool(x.picked) for x in parts if x.leaves}  # rows are data as well
     beside_data = len(are_picked) > 1 or any(x.data and not x.leaves for x in parts)
+    shape, made = shape_of(eqn.outvars[0]), [x for x in parts if x.leaves]
+    places = [a for a in range(len(shape)) if a != axis]
+    if beside_data and made:
+        is_given = all(x.leaves or not x.data or x.given_floats for x in parts)
+        result.beside_given = is_given and all(  # no token (1, 24), no rows of a table
+            x.has_all(shape, places) and not x.data and len(axes_in(of)) > 1
+            for x in made
+            for of in x.leaves.values()
+        )
+        beside_data = result.data = not result.beside_given
     for part in parts:
         if beside_data:
             trace.use(part, "elementwise", eqn)
         else:
-            result = result.with_leaves(part, len(shape_of(eqn.outvars[0])))
+            result = result.with_leaves(part, len(shape))
         for x, of in part.results.items():  # one row of them has lost an axis
             if len(axes_in(of)) > len(axes_in(result.results.get(x, ()))):
                 result.results[x] = of
@@ -360,13 +372,16 @@ def _top_k(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 def note_sums(trace: Trace, eqn: JaxprEqn, value: Value, axes: Sequence[int]) -> None:
     """Note that outputs along some axes of a value are added up, of experts say.
 
-    Of elements times a vector, (x @ w) * v, the sum is a product with the vector.
+    Of elements times a vector, (x @ w) * v, the sum is a product with the vector; but
+    not of logits y = (x @ w) * v in softmax(y - y.mean()).
     """
     is_sum = not eqn.primitive.name.startswith(("reduce_m", "arg"))
     for use, parts in value.outputs.items() if not trace.is_transposed(eqn) else ():
         trace.note("summed", use, axes_in(parts, axes))
         if is_sum and use.kind == "elementwise" and axes_in(parts, axes):
-            trace.feed(value, use.path)
+            for x in value.sources:
+                if not x.is_gradient and x.path != use.path:
+                    trace.note("takes", x, other=use, about="sum")
 
 
 def reduced(

@@ -65,6 +65,7 @@ class Trace:
       scans: by leaf, "scan_layers" or "lax.scan", whichever takes it.
       taken: uses whose results another product takes.
       met: the axes of other leaves that an axis of a leaf was contracted with.
+      scaling: leaves that data is multiplied by, where not only sums take the result.
       inputs: leaves that are used like data, such as learned queries: where.
       closed_over: the value of an array that a function inside `jit` closes over.
     """
@@ -85,6 +86,7 @@ class Trace:
         self.scanned: dict[str, set[int]] = collections.defaultdict(set)
         self.scans: dict[str, str] = {}
         self.taken: set[Use] = set()
+        self.scaling: set[str] = set()
         self._numbers: dict[tuple[object, ...], tuple[int, str]] = {}
         self._calls: tuple[JaxprEqn, ...] = ()  # the operations around this one
 
@@ -123,6 +125,11 @@ class Trace:
             values = [*map(self._settled, values)]
         if name not in RULES and (closed := jaxprs.called(eqn)) is not None:
             return self.call(eqn, closed, values)
+        if any(x.beside_given for x in values) and not _may_be_frozen(name, values):
+            mixed = [x for x in values if x.beside_given and name in _PRODUCTS]
+            for leaf in [leaf for x in mixed for leaf in x.leaves]:
+                self.inputs.setdefault(leaf, jaxprs.line_of((*self._calls, eqn)))
+            values = [self.given(x, eqn) if x.beside_given else x for x in values]
         result = RULES.get(name, RULES[ELEMENTWISE])(self, eqn, values)
         results = result if isinstance(result, list) else [result] * len(eqn.outvars)
         results = [*map(self._without_taken, results)]
@@ -326,7 +333,8 @@ class Trace:
                 results |= dict.fromkeys(made, parts)
             else:
                 self.use(one, "elementwise", eqn)
-        return replace(value, data=True, leaves={}, sources=sources, results=results)
+        value = replace(value, data=True, beside_given=False, leaves={})
+        return replace(value, sources=sources, results=results)
 
     def routes(self, chosen: Value, others: Sequence[Value]) -> frozenset[Use]:
         """Note that a top-k chose among other values, unless these are its own inputs.
@@ -344,6 +352,18 @@ class Trace:
         return chosen.choice if is_routing else frozenset()
 
 
+def _may_be_frozen(name: str, values: Sequence[Value]) -> bool:
+    """Whether leaves may still lie beside frozen weights, and not beside data.
+
+    x @ concatenate([frozen, w], 1) is a product with w. In concatenate([tokens, x]) @ w
+    another leaf meets the first one, and under a function it is an activation.
+    """
+    if name in _PRODUCTS:
+        return any(x.data for x in values)
+    return name in RULES or name == "convert_element_type"
+
+
+_PRODUCTS = ("dot_general", "conv_general_dilated")
 _MOST = 1 << 24  # elements of a constant whose numbers are computed: 64 MiB
 
 

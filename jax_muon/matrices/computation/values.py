@@ -289,6 +289,7 @@ class Value:
     data: bool = False  # it is an activation, that is, depends on data
     noise: bool = False  # it depends on random numbers alone, or is a leaf times these
     given_floats: bool = False  # it comes from arguments: a batch or frozen weights
+    beside_given: bool = False  # leaves that lie beside such: data, or partly frozen
     leaves: dict[str, AxisParts] = field(default_factory=dict)
     sides: dict[str, Sides] = field(default_factory=dict)  # of their axes
     picked: frozenset[str] = frozenset()  # leaves that data has indexed
@@ -473,6 +474,7 @@ def joined(values: Sequence[Value]) -> Value:
         noise=bool(data) and all(value.noise for value in data),
         given_floats=any(x.given_floats for x in values)
         and all(x.given_floats for x in data),
+        beside_given=any(value.beside_given for value in values),
         activated=any(value.activated for value in values),
         results=results,
         sources=frozenset(use for value in values for use in value.sources),
