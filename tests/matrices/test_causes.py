@@ -208,10 +208,13 @@ def forces(p, x, last):
 
 
 def layers_by_one_hots(p, x, rows=()):
-    """Layers in a scan, or chosen by the rows of an identity in a scan."""
+    """Layers in a scan, or chosen by rows of an identity, or by numbers, in a scan."""
 
     def layer(x, row):
-        gain, w = (jnp.tensordot(row[0], y, 1) for y in layers) if rows else row
+        if rows:
+            one = row[0] if jnp.ndim(row[0]) else jax.nn.one_hot(row[0], 3)
+            row = [jnp.tensordot(one, y, 1) for y in layers]
+        gain, w = row
         return jnp.tanh((x * gain) @ w), None
 
     layers = p["gain"], p["w"]
@@ -1127,6 +1130,12 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         layers_by_one_hots,
         [X],
         lambda p, x: layers_by_one_hots(p, x, rows=(np.eye(3, dtype="f"),)),
+    ),
+    "layers by one-hots of their numbers": (
+        {"gain": floats(3, 6), "w": floats(3, 6, 6), **OUT},
+        layers_by_one_hots,
+        [X],
+        lambda p, x: layers_by_one_hots(p, x, rows=(np.arange(3),)),
     ),
     "members by their numbers": (
         members({**NET, "gate": floats(8)}),

@@ -198,7 +198,8 @@ def _described(op: Operation, result: Value) -> Value:
         result.data = False  # noise added to leaves does not make them data
     result.noise &= name == "mul" or not made
     if name == "eq":  # ids[:, None] == arange(96)
-        result.one_hot = sum(x.data for x in op.values) == 1
+        among = [x for x in op.values if x.data] or [x for x in op.values if x.turns]
+        result.one_hot = len(among) == 1  # also of the number of a turn
     elif name in (*SCALES, "and", "select_n"):
         result.one_hot = joined(_beside_masks(op)).one_hot
     if name in _COMPARISONS:  # z == z.max() chooses like an argmax

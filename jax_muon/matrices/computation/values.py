@@ -478,8 +478,8 @@ def joined(values: Sequence[Value]) -> Value:
         activated=any(value.activated for value in values),
         results=results,
         sources=frozenset(use for value in values for use in value.sources),
-        one_hot=any(x.one_hot for x in data)
-        and all(x.one_hot or x.noise for x in data),
+        one_hot=any(x.one_hot for x in data or values)
+        and all(x.one_hot or x.noise for x in data or values),
         softmax=states.pop() if len(states) == 1 else "",
         exponential=frozenset(x for value in values for x in value.exponential),
         choice=frozenset(use for value in values for use in value.choice),
