@@ -399,10 +399,11 @@ def _places(x: Parameter, trace: Trace, number: Mapping[str, int]) -> list[Any]:
     if number[above] == 1:
         above = above.rpartition("/")[0]
     own = x.path.removeprefix(above)
-    places = [jaxprs.places_of(use.calls) for use in trace.uses[x.path].values()]
-    by_code = [(trees.numberless(x.path), x.shape, *places)]
-    name = trees.numberless(above), own, x.shape
-    return [name, *(by_code if re.search(r"\d", own) else ())]
+    keys: list[Any] = [(trees.numberless(above), own, x.shape)]
+    if re.search(r"\d", own):
+        places = [jaxprs.places_of(use.calls) for use in trace.uses[x.path].values()]
+        keys.append((trees.numberless(x.path), x.shape, *places))
+    return keys
 
 
 def _depth(uses: Iterable[Use]) -> int:
