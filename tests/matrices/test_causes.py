@@ -53,6 +53,18 @@ def flat(p, ids):
     return model(back(0.5 * vector + 0.5 * vector), ids)
 
 
+HEADED = {x: floats(12, 3, 5) for x in "qkv"} | {"o": floats(3, 5, 8)}
+
+
+def attended(p, x, mask, by):
+    """Attention of three heads, whose weights get a mask."""
+    q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[name]) for name in "qkv")
+    weights = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k))
+    weights = by(weights, mask[:, None, None, :])
+    heads = jnp.einsum("bhts,bshk->bthk", weights, v)
+    return net(p, jnp.einsum("bthk,hkd->btd", heads, p["o"])[..., :6])
+
+
 def with_vector(p, ids, change):
     vector, back = ravel_pytree(p)
     return model(back(change(vector)), ids)
@@ -1067,6 +1079,12 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         scaled_logits,
         [X, IDS],
         functools.partial(scaled_logits, change=lambda y: y - y.mean(-1)[:, None]),
+    ),
+    "a mask after a softmax": (
+        NET | HEADED,
+        functools.partial(attended, by=lambda weights, mask: weights),
+        [floats(2, 6, 12), floats(2, 6)],
+        functools.partial(attended, by=jnp.multiply),
     ),
     "gates of a top-k in the product": (
         EXPERTS,

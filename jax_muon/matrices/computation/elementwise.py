@@ -406,7 +406,11 @@ def _note_gates(op: Operation, result: Value) -> None:
             for use, parts in values[i].outputs.items() if kind == "gated" else ():
                 op.trace.note("gates", use, axes_in(parts))
         alone = [n > 1 == m for n, m in zip(op.shapes[i], op.shapes[j], strict=False)]
-        if values[i].are_gates and any(alone):
+        features = [
+            m > 1 == n for n, m in zip(op.shapes[i], op.shapes[j], strict=False)
+        ]
+        # No inputs are made of a mask (4, 1, 16, 16), by a softmax (4, 3, 16, 16).
+        if values[i].are_gates and any(alone) and any(features):
             gates = Use(-id(op.eqn), "", "gates", "", (op.eqn,))
             op.trace.note("gates", gates, [0])
             pairs = zip(alone, op.shape, strict=True)
