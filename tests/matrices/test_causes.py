@@ -53,6 +53,14 @@ def flat(p, ids):
     return model(back(0.5 * vector + 0.5 * vector), ids)
 
 
+PRODUCT = {"a": floats(6, 4), "b": floats(4, 8), "out": floats(8, 3)}
+
+
+def in_halves(x, w):
+    """x @ w, from two halves of its columns."""
+    return jnp.concatenate([x @ y for y in jnp.split(w, 2, axis=1)], axis=1)
+
+
 HEADED = {x: floats(12, 3, 5) for x in "qkv"} | {"o": floats(3, 5, 8)}
 
 
@@ -1079,6 +1087,14 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         scaled_logits,
         [X, IDS],
         functools.partial(scaled_logits, change=lambda y: y - y.mean(-1)[:, None]),
+    ),
+    "a product in halves": (
+        PRODUCT,
+        lambda p, x: jnp.sum(jnp.tanh(x @ (p["a"] @ p["b"])) @ p["out"]),
+        [X],
+        lambda p, x: jnp.sum(
+            jnp.tanh(in_halves(x, in_halves(p["a"], p["b"]))) @ p["out"]
+        ),
     ),
     "a mask after a softmax": (
         NET | HEADED,
