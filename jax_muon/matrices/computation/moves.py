@@ -264,7 +264,7 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             if counts[leaf] == 1:
                 part.leaves[leaf] = of
                 part.joined_at(leaf, axis, stop - size, size, shape)
-            elif len(counts) > 1 and counts[leaf] < len(values):
+            elif any({*x.leaves} not in ({*()}, {*value.leaves}) for x in values):
                 # Parts of a leaf beside others; halves of a product have both leaves.
                 part.leaves[leaf] = scattered(of, [axis, *joined_places(of)])
         parts.append(part)
