@@ -110,9 +110,14 @@ def verify(tx: OnMesh, params: optax.Params, **extra_args: Any) -> Verification:
     dtype = optimizer.gather_dtype
     shardings = jax.tree.map(lambda x: x.sharding, optimizer.abstract(params)[0])
     rounding = 0.0 if dtype is None else float(jnp.finfo(dtype).eps) / 2
-    pair = optimizer.tx, tx
     return compare(
-        *pair, runs, shardings, rounding=rounding, must_move=True, **extra_args
+        optimizer.tx,
+        tx,
+        runs,
+        shardings,
+        rounding=rounding,
+        must_move=True,
+        **extra_args,
     )
 
 

@@ -187,9 +187,8 @@ def _described(op: Operation, result: Value) -> Value:
     if not op.fits:
         result.results = {}
     if len(op.values) > 1 or name != "convert_element_type":
-        for x, of in [
-            *result.results.items()
-        ]:  # a product only if it is summed at once
+        # A product x * w is one with w only if it is summed at once.
+        for x, of in [*result.results.items()]:
             if isinstance(x, Use) and x.kind == "elementwise":
                 if x.left <= axes_in(of):
                     op.trace.scaling.add(x.path)
@@ -405,12 +404,10 @@ def _note_gates(op: Operation, result: Value) -> None:
                 op.trace.note(kind, use, axes_in(parts, places))
             for use, parts in values[i].outputs.items() if kind == "gated" else ():
                 op.trace.note("gates", use, axes_in(parts))
-        alone = [n > 1 == m for n, m in zip(op.shapes[i], op.shapes[j], strict=False)]
-        features = [
-            m > 1 == n for n, m in zip(op.shapes[i], op.shapes[j], strict=False)
-        ]
+        both = [*zip(op.shapes[i], op.shapes[j], strict=False)]
+        alone = [n > 1 == m for n, m in both]
         # No inputs are made of a mask (4, 1, 16, 16), by a softmax (4, 3, 16, 16).
-        if values[i].are_gates and any(alone) and any(features):
+        if values[i].are_gates and any(alone) and any(m > 1 == n for n, m in both):
             gates = Use(-id(op.eqn), "", "gates", "", (op.eqn,))
             op.trace.note("gates", gates, [0])
             pairs = zip(alone, op.shape, strict=True)

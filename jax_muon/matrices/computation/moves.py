@@ -255,6 +255,8 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         axis = eqn.params["dimension"]
         sizes = [shape_of(v)[axis] for v in eqn.invars]
     counts = collections.Counter(leaf for x in values for leaf in x.leaves)
+    # Parts of a leaf lie beside others; halves of a product have the same two leaves.
+    beside_others = len({frozenset(x.leaves) for x in values if x.leaves}) > 1
     parts = []
     for value, size, stop in zip(
         values, sizes, itertools.accumulate(sizes), strict=True
@@ -264,8 +266,7 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             if counts[leaf] == 1:
                 part.leaves[leaf] = of
                 part.joined_at(leaf, axis, stop - size, size, shape)
-            elif any({*x.leaves} not in ({*()}, {*value.leaves}) for x in values):
-                # Parts of a leaf beside others; halves of a product have both leaves.
+            elif beside_others:
                 part.leaves[leaf] = scattered(of, [axis, *joined_places(of)])
         parts.append(part)
     result = _together(trace, eqn, parts, axis)
