@@ -45,27 +45,28 @@ class Evidence:
 
     Attributes:
       sides: of the axes of its leaf.
-      marks: kinds of edges that say something of the use alone.
+      marks: by kind of edge, the uses that it says something of, and of which axes.
       roles: in attention: query, key, value or table; "fused" for several.
       takers: products that take its result, so that it is no head; None is a frozen
         kernel.
-      gated: its outputs that gates multiply; `gates`: its outputs that are gates.
-      scaled: its outputs (tokens, experts, out) that (tokens, experts, 1) multiply.
       slices: parts of its outputs, by axis.
       heads: that an attention makes of its outputs.
     """
 
     sides: dict[Use, Sides] = field(default_factory=dict)
-    marks: dict[Use, set[str]] = field(default_factory=lambda: _of(set))
+    marks: dict[str, dict[Use, frozenset[int]]] = field(
+        default_factory=lambda: _of(dict)
+    )
     roles: dict[Use, str] = field(default_factory=dict)
     takers: dict[Use, set[Use | None]] = field(default_factory=lambda: _of(set))
-    gated: dict[Use, set[int]] = field(default_factory=lambda: _of(set))
-    gates: dict[Use, set[int]] = field(default_factory=lambda: _of(set))
-    scaled: dict[Use, set[int]] = field(default_factory=lambda: _of(set))
     slices: dict[Use, dict[int, set[tuple[int, int]]]] = field(
         default_factory=lambda: _of(lambda: _of(set))
     )
     heads: dict[Use, set[Heads]] = field(default_factory=lambda: _of(set))
+
+    def marked(self, kind: str, use: Use) -> frozenset[int]:
+        """The axes of a use that edges of a kind name."""
+        return self.marks[kind].get(use, frozenset())
 
     def revise(self, use: Use, sides: dict[int, str]) -> None:
         """Override the sides of these axes."""
@@ -113,13 +114,16 @@ def evidence(trace: Trace) -> Evidence:
 
 
 def _marks(found: Evidence, edge: Edge) -> None:
-    """The kind says it all.
+    """The kind and the axes say it all.
 
-    "by gates": its input are gates. "chooses": a top-k of its outputs chooses experts.
-    "scales": its result scales its own leaf, as in a power iteration. "either": either
-    of two leaves may be data. "multiplied": slices of its outputs multiply each other.
+    "gated": gates (tokens, experts) multiply its outputs (tokens, experts, out).
+    "scaled": other activations, such as sigmoids, multiply them in that way. "gates":
+    its outputs are such gates. "by gates": its input are gates. "chooses": a top-k of
+    its outputs chooses experts. "scales": its result scales its own leaf, as in a power
+    iteration. "either": either of two leaves may be data. "multiplied": slices of its
+    outputs multiply each other.
     """
-    found.marks[edge.use].add(edge.kind)
+    found.marks[edge.kind][edge.use] = edge.axes | found.marked(edge.kind, edge.use)
 
 
 def _takes(found: Evidence, edge: Edge) -> None:
@@ -139,42 +143,26 @@ def _has_heads(found: Evidence, edge: Edge) -> None:
     found.heads[edge.use].add(Heads(*map(int, edge.about)))
 
 
-def _gated(found: Evidence, edge: Edge) -> None:
-    """Gates (tokens, experts) multiply its outputs (tokens, experts, out)."""
-    found.gated[edge.use] |= edge.axes
-
-
-def _scaled(found: Evidence, edge: Edge) -> None:
-    """Other activations, such as sigmoids, multiply them in that way."""
-    found.scaled[edge.use] |= edge.axes
-
-
-def _gates(found: Evidence, edge: Edge) -> None:
-    """Its outputs are such gates."""
-    found.gates[edge.use] |= edge.axes
-
-
 def _summed(found: Evidence, edge: Edge) -> None:
     """A sum over experts whose outputs (tokens, experts, out) gates multiplied."""
-    found.separate(edge.use, edge.axes & found.gated[edge.use])
-    found.separate_members(edge.use, edge.axes & found.scaled[edge.use])
+    found.separate(edge.use, edge.axes & found.marked("gated", edge.use))
+    found.separate_members(edge.use, edge.axes & found.marked("scaled", edge.use))
 
 
 def _contracts(found: Evidence, edge: Edge) -> None:
     """The next product (experts, in, out) also sums over the experts."""
-    gated, use = found.gated[edge.use], edge.use
-    if edge.other and edge.axes & (gated | found.gates[use]):
+    use, gated = edge.use, found.marked("gated", edge.use)
+    if edge.other and edge.axes & (gated | found.marked("gates", use)):
         found.separate(use, edge.axes & gated)
         found.separate(edge.other, edge.others, IN)
 
 
-def _weighed(found: Evidence, edge: Edge) -> None:
-    """A product with gates sums over its outputs of several experts."""
-    found.separate(edge.use, edge.axes)
+def _apart(found: Evidence, edge: Edge) -> None:
+    """Its outputs are of several experts, or members.
 
-
-def _grouped(found: Evidence, edge: Edge) -> None:
-    """`vmap` made groups of a convolution: one for each member."""
+    "weighed": a product with gates sums over them. "grouped": `vmap` made groups of a
+    convolution of them, one for each member.
+    """
     found.separate(edge.use, edge.axes)
 
 
@@ -195,7 +183,7 @@ def _in_turns(found: Evidence, edge: Edge) -> None:
 
 def _mixed(found: Evidence, edge: Edge) -> None:
     """Gates mixed (experts, in, out), einsum("be,eio->bio"), into matrices of data."""
-    if "by gates" in found.marks[edge.use]:
+    if edge.use in found.marks["by gates"]:
         _kernel(found, edge)
 
 
@@ -237,20 +225,18 @@ EDGES: dict[str, Callable[[Evidence, Edge], None]] = {
     "takes": _takes,
     "sliced": _sliced,
     "heads": _has_heads,
-    "gated": _gated,
-    "scaled": _scaled,
-    "gates": _gates,
     "summed": _summed,
     "contracts": _contracts,
-    "weighed": _weighed,
-    "grouped": _grouped,
+    "weighed": _apart,
+    "grouped": _apart,
     "batched": _batched,
     "in turns": _in_turns,
     "mixed": _mixed,
     "kernel": _kernel,
     "attends": _attends,
     "compared": _compared,
-    **dict.fromkeys(("by gates", "chooses", "scales", "either", "multiplied"), _marks),
+    **dict.fromkeys(("gated", "scaled", "gates", "by gates", "chooses"), _marks),
+    **dict.fromkeys(("scales", "either", "multiplied"), _marks),
 }
 
 # --- the uses of one leaf -------------------------------------------------------------
@@ -273,7 +259,7 @@ class Leaf:
     def every(self) -> list[Use]:
         """All uses; without a power iteration's, if others are products."""
         uses = [*self.trace.uses[self.path].values()]
-        scales = [x for x in uses if "scales" in self.found.marks[x]]
+        scales = [x for x in uses if x in self.found.marks["scales"]]
         is_used = any(x.kind in _PRODUCTS and x not in scales for x in uses)
         return [x for x in uses if x not in scales] if is_used else uses
 
@@ -522,7 +508,7 @@ def _centers(leaf: Leaf) -> Answer | None:
 
 def _router(leaf: Leaf) -> Answer | None:
     """top_k(softmax(x @ w)) says which experts are computed."""
-    if not any("chooses" in leaf.found.marks[use] for use in leaf.products):
+    if not leaf.found.marks["chooses"].keys() & leaf.products:
         return None
     reason = f"a top-k chooses among its outputs{leaf.at(*_PRODUCTS)}"
     return ADAMW, "router", reason, leaf.axes
@@ -562,7 +548,7 @@ def _fused(leaf: Leaf) -> Answer | None:
     parts = [
         found.sides[use].get(axis) == {OUT}
         for use in products
-        if "multiplied" in found.marks[use]
+        if use in found.marks["multiplied"]
         for axis, slices in found.slices[use].items()
         if len(slices) > 1  # not x[:, :12], which a gate of the next layer takes
     ]
@@ -670,7 +656,7 @@ def _matrix_axes(leaf: Leaf, use: Use) -> MatrixAxes | str:
             separate(use, [axis])
     sides = {axis: {*found.sides[use].get(axis, ())} for axis in range(len(shape))}
     for axis, x in sides.items():
-        if INNER in x and "either" in found.marks[use]:
+        if INNER in x and use in found.marks["either"]:
             if not leaf.trace.met[leaf.path, axis]:
                 return "it is multiplied by itself, and either factor may be data,"
             return "of two parameters multiplied with each other either may be data,"

@@ -73,8 +73,9 @@ class Operation:
     def is_function(self) -> bool:
         """Whether it is an activation function of leaves, not a clip of one alone."""
         leaves = {leaf for x in self.made for leaf in x.leaves}
-        is_raw = len(leaves) == 1 and all(x.is_raw for x in self.made)
+        is_raw = len(leaves) == 1 and not any(any(x.sides.values()) for x in self.made)
         is_clipped = is_raw and (self.name == "max" or self.chooses_by_itself)
+
         may_be = self.name in _ACTIVATIONS or self.chooses_by_itself
         return bool(self.made) and may_be and not is_clipped
 

@@ -65,20 +65,17 @@ def follow(
     """The uses of every parameter in a function, whose last inputs are `constants`."""
     given = jaxpr.invars[len(shapes) :]
     count = len(given) - len(constants)
-    is_key = [_is_key(v, jaxpr) for v in given]
     avals = [cast(ShapedArray, v.aval) for v in given]
-    # Without arrays among its arguments, a function closes over its data.
-    pairs = [*zip(avals, is_key, strict=True)][:count]
-    is_alone = not any(aval.ndim and not key for aval, key in pairs)
+    # Without arrays among its arguments, but keys, a function closes over its data.
+    is_alone = all(_is_key(v, jaxpr) for v in given[:count] if jaxprs.shape_of(v))
 
-    def closed_over(array: Array, key: bool = False) -> Value:
-        is_data = is_alone and not key and not dtypes.is_key(array.dtype)
-        value = _given(array, is_data)
-        return value if is_data else replace(value, numbers=lambda: array)
+    def closed_over(array: Array) -> Value:
+        value = _given(array, is_alone)
+        return value if is_alone else replace(value, numbers=lambda: array)
 
     values = [_of_leaf(path, shape) for path, shape in shapes.items()]
-    values += [_given(aval, not key) for aval, key in pairs]
-    values += map(closed_over, constants, is_key[count:])
+    values += [_given(aval, True) for aval in avals[:count]]
+    values += map(closed_over, constants)
     inputs: dict[str, str] = {}
     while True:  # until no further leaf turns out to be like data
         trace, before = Trace(shapes, inputs, closed_over), len(inputs)

@@ -302,7 +302,8 @@ class Trace:
                 features = {x: axes_in(of) for x, of in value.leaves.items()}
                 features |= {rows[0]: set()}
         for leaf in features if any(features.values()) else ():
-            is_whole = {SUMMED} not in value.sides.get(leaf, {}).values()
+            sides, there = value.sides.get(leaf, {}), axes_in(value.leaves[leaf])
+            is_whole = all(a in there for a, x in sides.items() if x == {SUMMED})
             if len(value.inner(leaf)) == 1 and is_whole and not features[leaf]:
                 line = jaxprs.line_of((*self._calls, eqn))
                 self.inputs.setdefault(leaf, line)

@@ -7,7 +7,7 @@ leaves that the array comes from. A `Use` is one operation that applies a leaf t
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -113,9 +113,7 @@ def fitted(of_axis: Sequence[AxisPart], size: int) -> tuple[AxisPart, ...]:
         return (*of_axis,)
     outer, *inner = of_axis
     rest = _size(inner)
-    if size % rest:  # the outer factor has no whole number of elements left
-        return (outer._replace(size=size), *(x._replace(size=1) for x in inner))
-    return (outer._replace(size=size // rest), *inner)
+    return (outer._replace(size=max(1, size // rest)), *inner)
 
 
 def reshaped(parts: AxisParts, old: Shape, new: Shape) -> AxisParts:
@@ -123,7 +121,7 @@ def reshaped(parts: AxisParts, old: Shape, new: Shape) -> AxisParts:
     if places := joined_places(parts):
         return _reshaped_beside_others(parts, places[0], old, new)
     shards, more = divmod(math.prod(map(_size, parts)), math.prod(old) or 1)
-    if shards > 1 and not more and new and axes_in(parts[:1]) & axes_in(parts[1:]):
+    if shards > 1 and new and axes_in(parts[:1]) & axes_in(parts[1:]):
         new = [shards * new[0], *new[1:]]  # w (12, 20) as rows (8, 30), on each device
     elif shards != 1 or more:
         pairs = zip(parts, old, strict=True)
@@ -342,9 +340,8 @@ class Value:
             results={x: change(parts) for x, parts in self.results.items()},
         )
 
-    def axes_in(self, places: Iterable[int]) -> dict[str, set[int]]:
+    def axes_in(self, places: Collection[int]) -> dict[str, set[int]]:
         """The axes of each leaf in some axes of the value."""
-        places = [*places]
         return {leaf: axes_in(parts, places) for leaf, parts in self.leaves.items()}
 
     def between(self, old: Shape, starts: Shape, sizes: Shape) -> "Value":
@@ -365,9 +362,7 @@ class Value:
             there = tuple(x for x in inside if x is not None)
             if len(there) == len(inside):
                 leaves[leaf] = there
-        sides = {leaf: x for leaf, x in self.sides.items() if leaf in leaves}
-        picked = self.picked & leaves.keys()
-        return replace(self, leaves=leaves, sides=sides, picked=picked)
+        return replace(self, leaves=leaves, picked=self.picked & leaves.keys())
 
     def joined_at(
         self, leaf: str, place: int, start: int, size: int, shape: Shape
@@ -408,19 +403,9 @@ class Value:
         return {axis for axis, x in self.sides.get(leaf, {}).items() if INNER in x}
 
     @property
-    def is_raw(self) -> bool:
-        """Whether it is one leaf, or parts of it, that nothing was multiplied by."""
-        is_one = len(self.leaves) == 1 and not self.picked
-        return is_one and not any(map(self.known, self.leaves))
-
-    @property
     def is_product(self) -> bool:
         """Whether it has a product of two leaves."""
         return any(map(self.inner, self.leaves))
-
-    def known(self, leaf: str) -> set[str]:
-        """The sides that some axis of a leaf has already."""
-        return {side for sides in self.sides.get(leaf, {}).values() for side in sides}
 
     def joined_again(self, leaf: str, place: int, axis: int, size: int) -> None:
         """Note that rows of a leaf are put together again, as jnp.stack([*w])."""
@@ -428,7 +413,7 @@ class Value:
         parts = [
             tuple(x for x in of if (x.axis, x.size) != one) for of in self.leaves[leaf]
         ]
-        if axis not in axes_in(parts) and not axes_in([parts[place]]) and size > 1:
+        if size > 1 and axis not in axes_in(parts):
             parts[place] = (AxisPart(axis, 1, size),)
             self.leaves[leaf] = (*parts,)
 
@@ -446,15 +431,9 @@ class Value:
         for leaf, parts in other.leaves.items():
             after = parts if len(parts) == ndim else none
             pairs = zip(leaves.get(leaf, after), after, strict=True)
-            leaves[leaf] = tuple(
-                a if axes_in((a,)) else b if axes_in((b,)) else a and b
-                for a, b in pairs
-            )
+            leaves[leaf] = tuple(a if axes_in((a,)) else b for a, b in pairs)
         for leaf, of in other.sides.items():
-            own = axes_in(leaves[leaf])  # what is there again is not summed
-            both = merged(sides.get(leaf, {}), of)
-            both |= {a: x - {SUMMED} for a, x in both.items() if a in own}
-            sides[leaf] = {a: x for a, x in both.items() if x}
+            sides[leaf] = merged(sides.get(leaf, {}), of)
         picked = self.picked | other.picked
         rows = self.rows | other.rows
         return replace(self, leaves=leaves, sides=sides, picked=picked, rows=rows)
@@ -469,6 +448,7 @@ def joined(values: Sequence[Value]) -> Value:
                 results.setdefault(x, parts)
     data = [value for value in values if value.data]
     states = {value.softmax for value in data}
+
     return Value(
         data=bool(data),
         noise=bool(data) and all(value.noise for value in data),
