@@ -293,8 +293,10 @@ def of_grid(p, y, change=lambda w: w):
 
 
 def experts(p, x, weights):
-    gates = weights(x @ p["gate"])
-    y = jnp.einsum("te,teo->to", gates, jnp.einsum("ti,eio->teo", x, p["w"]))
+    gates, product = weights(x @ p["gate"]), "ti,eio->teo"
+    if p["w"].shape == DENSE["w"].shape:
+        product = "ti,ieo->teo"
+    y = jnp.einsum("te,teo->to", gates, jnp.einsum(product, x, p["w"]))
     return jnp.sum(jnp.tanh(y) @ p["out"])
 
 
@@ -669,6 +671,7 @@ ROW = np.arange(6)[:, None]
 LAYERS = [floats(6, 8), floats(8, 8), floats(8, 8)]
 HEADS = dict.fromkeys("qkv", floats(6, 2, 4)) | {"out": floats(8, 3)}
 EXPERTS = {"gate": floats(6, 4), "w": floats(4, 6, 8), "out": floats(8, 3)}
+DENSE = {**EXPERTS, "w": floats(6, 4, 8)}  # experts in one kernel, as of DenseGeneral
 GRID = {**NET, "bias": floats(8)}
 OUT = {"out": floats(6, 3)}
 SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
@@ -886,13 +889,33 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         [floats(5, 3)],
         functools.partial(of_grid, change=lambda w: jnp.clip(w, -1e9, 1e9)),
     ),
-    "powers of two": (EXPERTS, softmax_by(), [X], softmax_by(jnp.exp2)),
-    "a reciprocal": (EXPERTS, softmax_by(), [X], softmax_by(inverse=True)),
+    "powers of two": (DENSE, softmax_by(), [X], softmax_by(jnp.exp2)),
+    "a reciprocal": (DENSE, softmax_by(), [X], softmax_by(inverse=True)),
     "a logarithm": (
-        EXPERTS,
+        DENSE,
         softmax_by(),
         [X],
         lambda p, x: experts(p, x, lambda y: jnp.exp(jax.nn.log_softmax(y))),
+    ),
+    "a sum of logarithms": (
+        DENSE,
+        softmax_by(),
+        [X],
+        lambda p, x: experts(
+            p, x, lambda y: jnp.exp(y - jax.nn.logsumexp(y, -1, keepdims=True))
+        ),
+    ),
+    "gates in a branch": (
+        DENSE,
+        softmax_by(),
+        [X],
+        lambda p, x: experts(
+            p,
+            x,
+            lambda y: lax.cond(
+                x.sum() > 0, jax.nn.softmax, lambda y: jax.nn.softmax(2 * y), y
+            ),
+        ),
     ),
     "experts added in a scan": (
         EXPERTS,
@@ -1114,9 +1137,9 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         [X],
         functools.partial(experts, weights=jax.nn.sigmoid),
     ),
-    "large gates": (EXPERTS, softmax_by(), [X], softmax_above(lambda gates: 0.1)),
+    "large gates": (DENSE, softmax_by(), [X], softmax_above(lambda gates: 0.1)),
     "a quotient by a power": (
-        EXPERTS,
+        DENSE,
         softmax_by(),
         [X],
         lambda p, x: experts(
