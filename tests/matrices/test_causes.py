@@ -496,6 +496,19 @@ def with_noise(w):
     return w + 0 * jax.random.normal(jax.random.key(0), jnp.shape(w))
 
 
+def positioned(p, x, add):
+    """Tokens on a constant grid, whose positions have a matrix and a bias."""
+    grid = np.ones((5, 6), np.float32)
+    y = add(x @ p["see"], grid @ p["w"])
+    return jnp.sum(jnp.tanh(jnp.tanh(y) @ p["v"]) @ p["out"])
+
+
+def gathered(p, x, weights=jax.nn.sigmoid):
+    """Sums of data for each learned row, without a softmax."""
+    h = jnp.tanh(x @ p["w"])
+    return jnp.sum(jnp.tanh(weights(p["rows"] @ h.T) @ h) @ p["out"])
+
+
 def of_codes(p, y, codes=lambda p: jnp.tanh(p["codes"] @ p["f"])):
     """Waves on a constant grid, modulated."""
     grid = np.ones((5, 6), np.float32)
@@ -855,6 +868,24 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         projected,
         [IDS],
         functools.partial(projected, change=with_noise),
+    ),
+    "noise before a product of two": (
+        {**PRODUCT, "w": floats(6, 8)},
+        lambda p, x: net(p, x, w=lambda w: w + p["a"] @ p["b"]),
+        [X],
+        lambda p, x: net(p, x, w=lambda w: with_noise(w) + p["a"] @ p["b"]),
+    ),
+    "a bias of positions": (
+        {**NET, "see": floats(4, 8), "bias": floats(8), "v": floats(8, 8)},
+        lambda p, x: positioned(p, x, lambda x, y: x + (y + p["bias"])),
+        [floats(2, 5, 4)],
+        lambda p, x: positioned(p, x, lambda x, y: jnp.tanh(y) + (x + p["bias"])),
+    ),
+    "a logistic function by hand": (
+        {**NET, "rows": floats(9, 8)},
+        gathered,
+        [X],
+        functools.partial(gathered, weights=lambda y: 1 / (1 + jnp.exp(-y))),
     ),
     "noise in a stack": (
         NET,

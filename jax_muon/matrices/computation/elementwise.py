@@ -28,7 +28,6 @@ from jax_muon.matrices.computation.values import (
     Value,
     axes_in,
     joined,
-    placed,
 )
 
 SCALES = ("mul", "div")
@@ -98,12 +97,11 @@ def elementwise(
 ) -> Value:
     """The result of an operation on each element, such as "mul"."""
     cases = values[1:] if name == "select_n" else []
-    if any(x.leaves for x in cases) and all(x == cases[0] for x in cases):
-        return cases[0]  # whatever chooses, as `vmap` does for the branches of a cond
+
     if name in SUMS and any(x.leaves and x.has_all(shape) for x in values):
         values = [Value() if x.is_gradient else x for x in values]  # a step in the loss
     values = _with_grids_as_data(trace, eqn, values)
-    values = [_repeated(*x, shape) for x in zip(values, shapes, strict=True)]
+
     made = [x for x in values if x.leaves]
     active = [x for x in values if x.data and not x.leaves and not x.noise]
     fits = all(_fits(x, shape) for x in shapes) and name not in _HIDING
@@ -160,14 +158,6 @@ def _fits(shape: Shape, other: Shape) -> bool:
     return not shape or (len(shape) == len(other) and ones <= {1})
 
 
-def _repeated(value: Value, old: Shape, new: Shape) -> Value:
-    """A value without the axes along which its one element is repeated."""
-    if len(old) != len(new) or not value.leaves:
-        return value
-    places = [a for a, n in enumerate(old) if n == new[a]]
-    return value.moved(lambda parts: placed(parts, {a: a for a in places}, new))
-
-
 def _diagonal(parts: AxisParts, shape: Shape) -> AxisParts:
     """The axes of a vector that a mask repeats along an axis of the same size.
 
@@ -187,14 +177,14 @@ def _described(op: Operation, result: Value) -> Value:
     name, made = op.name, op.made
     if not op.fits:
         result.results = {}
-    if len(op.values) > 1 or name != "convert_element_type":
+    if name != "convert_element_type":
         # A product x * w is one with w only if it is summed at once.
         for x, of in [*result.results.items()]:
             if isinstance(x, Use) and x.kind == "elementwise":
                 if x.left <= axes_in(of):
                     op.trace.scaling.add(x.path)
                 del result.results[x]
-    if name in SUMS and result.noise and made and not any(x.data for x in made):
+    if name in SUMS and result.noise and made:
         result.data = False  # noise added to leaves does not make them data
     result.noise &= name == "mul" or not made
     if name == "eq":  # ids[:, None] == arange(96)
@@ -213,6 +203,7 @@ def _described(op: Operation, result: Value) -> Value:
         result.activated |= any(
             not x.has_all(op.shape, places) for x in made for places in moved
         )
+
     result.activated |= op.is_function
     if _is_exponential(op):
         result.exponential = frozenset(
@@ -241,8 +232,7 @@ def _is_exponential(op: Operation) -> bool:
     """Whether it is a power of a constant, to data or leaves."""
     if op.name not in ("exp", "exp2", "pow"):
         return False
-    *is_constant, exponent = (not (x.data or x.leaves) for x in op.values)
-    return all(is_constant) and not exponent
+    return op.name != "pow" or not (op.values[0].data or op.values[0].leaves)
 
 
 def _softmax(op: Operation) -> str:
@@ -403,8 +393,7 @@ def _note_gates(op: Operation, result: Value) -> None:
             kind = "gated" if values[i].are_gates else "scaled"
             for use, parts in values[j].outputs.items():
                 op.trace.note(kind, use, axes_in(parts, places))
-            for use, parts in values[i].outputs.items() if kind == "gated" else ():
-                op.trace.note("gates", use, axes_in(parts))
+
         both = [*zip(op.shapes[i], op.shapes[j], strict=False)]
         alone = [n > 1 == m for n, m in both]
         # No inputs are made of a mask (4, 1, 16, 16), by a softmax (4, 3, 16, 16).
