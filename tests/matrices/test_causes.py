@@ -687,6 +687,33 @@ EXPERTS = {"gate": floats(6, 4), "w": floats(4, 6, 8), "out": floats(8, 3)}
 DENSE = {**EXPERTS, "w": floats(6, 4, 8)}  # experts in one kernel, as of DenseGeneral
 GRID = {**NET, "bias": floats(8)}
 OUT = {"out": floats(6, 3)}
+
+
+def weighed_matrices(p, x):
+    """Numbers make one matrix of three."""
+    w = jnp.einsum("k,kio->io", p["numbers"], p["w"])
+    return jnp.sum(jnp.tanh(x @ w) @ p["out"])
+
+
+def weighed_inputs(p, x):
+    y = jnp.einsum("bki,kio->bo", x[:, None] * p["numbers"][:, None], p["w"])
+    return jnp.sum(jnp.tanh(y) @ p["out"])
+
+
+def distances_to_planes(p, x, product=lambda z, v: z @ v.T):
+    """Hyperbolic planes (10, 8), as heads of hyperbolic networks have them."""
+    y = product(jnp.tanh(x @ p["w"]), p["planes"])
+    return jnp.sum((y * jnp.linalg.norm(p["planes"], axis=-1)) ** 2)
+
+
+def chosen_rows(p, x, product=jnp.matmul):
+    """Queries choose two rows of the data each."""
+    queries = product(x, p["w"])
+    scores = jnp.sum(queries[:, None] * queries[None], -1)
+    _, rows = lax.top_k(scores, 2)
+    return jnp.sum(jnp.tanh(x[rows].sum(1) @ p["w"]) @ p["out"])
+
+
 SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
     "rolled": (NET, net, [X], of(lambda w: jnp.roll(jnp.roll(w, 1, 0), -1, 0))),
     "rows taken": (NET, net, [X], of(lambda w: jnp.take(w, jnp.arange(6), 0))),
@@ -1236,6 +1263,28 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         smear,
         [X],
         functools.partial(smear, roll=lambda x, axis: jnp.roll(x, 1, axis)),
+    ),
+    "one matrix of three by numbers": (
+        {**NET, "numbers": floats(3), "w": floats(3, 6, 8)},
+        weighed_matrices,
+        [X],
+        weighed_inputs,
+    ),
+    "norms beside a product as a sum": (
+        {"w": floats(6, 8), "planes": floats(10, 8)},
+        distances_to_planes,
+        [X],
+        functools.partial(
+            distances_to_planes, product=lambda z, v: (z[:, None] * v).sum(-1)
+        ),
+    ),
+    "queries by columns choose rows": (
+        NET,
+        chosen_rows,
+        [X],
+        functools.partial(
+            chosen_rows, product=lambda x, w: lax.map(lambda c: x @ c, w.T).T
+        ),
     ),
     "a frozen matrix in a jit": (NET, before_frozen, [X], jax.jit(before_frozen)),
     "data in a jit": (MODEL, of_global_ids, [], jax.jit(of_global_ids)),

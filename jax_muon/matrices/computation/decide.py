@@ -105,7 +105,7 @@ def evidence(trace: Trace) -> Evidence:
     while True:
         before = {**found.sides}
         for edge in trace.edges:
-            if edge.about == "sum" and edge.other and edge.other.path in trace.scaling:
+            if edge.about == "sum" and edge.other in trace.scaling:
                 continue
             if edge.use in found.sides or not edge.use.path:
                 EDGES[edge.kind](found, edge)
@@ -699,4 +699,6 @@ def _inner_side(
             for a, x in sides.items():
                 if a != at and INNER in x:
                     return _inner_side(twin, a, trace, found, {*seen, path})
+            if not others:  # numbers (3,) of three matrices (3, 24, 40)
+                return IN
     return OUT if known else IN

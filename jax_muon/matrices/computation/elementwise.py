@@ -182,7 +182,7 @@ def _described(op: Operation, result: Value) -> Value:
         for x, of in [*result.results.items()]:
             if isinstance(x, Use) and x.kind == "elementwise":
                 if x.left <= axes_in(of):
-                    op.trace.scaling.add(x.path)
+                    op.trace.scaling.add(x)
                 del result.results[x]
     if name in SUMS and result.noise and made:
         result.data = False  # noise added to leaves does not make them data

@@ -65,7 +65,7 @@ class Trace:
       scans: by leaf, "scan_layers" or "lax.scan", whichever takes it.
       taken: uses whose results another product takes.
       met: the axes of other leaves that an axis of a leaf was contracted with.
-      scaling: leaves that data is multiplied by, where not only sums take the result.
+      scaling: uses that multiply data by a leaf, where not only sums take the result.
       inputs: leaves that are used like data, such as learned queries: where.
       closed_over: the value of an array that a function inside `jit` closes over.
     """
@@ -86,7 +86,7 @@ class Trace:
         self.scanned: dict[str, set[int]] = collections.defaultdict(set)
         self.scans: dict[str, str] = {}
         self.taken: set[Use] = set()
-        self.scaling: set[str] = set()
+        self.scaling: set[Use] = set()
         self._numbers: dict[tuple[object, ...], tuple[int, str]] = {}
         self._calls: tuple[JaxprEqn, ...] = ()  # the operations around this one
 

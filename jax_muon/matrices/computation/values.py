@@ -239,9 +239,10 @@ class Use:
 
     def is_whole(self, parts: AxisParts, shape: Shape) -> bool:
         """Whether all outputs for one input are along the axes with these parts."""
-        out = [axis for axis, sides in self.sides.items() if sides == {OUT}]
+        out = {axis for axis, sides in self.sides.items() if sides == {OUT}}
+        out |= axes_in(parts)  # of columns one by one
         size = math.prod(x.size for of in parts for x in of if x.axis in out)
-        return size == math.prod(shape[axis] for axis in out)
+        return bool(out) and size == math.prod(shape[axis] for axis in out)
 
 
 class Edge(NamedTuple):
