@@ -307,8 +307,12 @@ def gates_first(p, x):
     return jnp.sum(jnp.tanh(jnp.einsum("te,ti,eio->to", gates, x, p["w"])) @ p["out"])
 
 
-def layers_of(ws, x):
-    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+def in_turns(x, w):
+    return lax.map(lambda column: x @ column, w.T).T
+
+
+def layers_of(ws, x, product=jnp.matmul):
+    return lax.scan(lambda x, w: (jnp.tanh(product(x, w)), None), x, ws)[0]
 
 
 def beside_frozen(p, x, frozen):
@@ -465,6 +469,17 @@ def heads(p, x, scores=lambda q, k: jnp.einsum("qhd,khd->hqk", q, k), project=pr
 
 def one_by_one(q, k):
     return jnp.stack([q[:, i] @ k[:, i].T for i in range(2)])
+
+
+def heads_first(p, x, attend=jax.vmap):
+    """Heads (heads, in, head), each of which attends by itself."""
+    q, k, v = (jnp.einsum("ti,hid->htd", x, p[name]) for name in "qkv")
+    y = attend(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v)(q, k, v)
+    return jnp.sum(jnp.tanh(y.swapaxes(0, 1).reshape(5, -1)) @ p["out"])
+
+
+def mapped(function):
+    return lambda *x: lax.map(lambda x: function(*x), x)
 
 
 def smear(p, x, roll=lambda x, axis: x):
@@ -940,6 +955,12 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         [X],
         critics,
     ),
+    "columns one by one in layers": (
+        {"w": floats(3, 6, 6), "out": floats(6, 3)},
+        lambda p, x: jnp.sum(layers_of(p["w"], x) @ p["out"]),
+        [X],
+        lambda p, x: jnp.sum(layers_of(p["w"], x, in_turns) @ p["out"]),
+    ),
     "a step": (NET, net, [X], step(net)),
     "clipped": (
         GRID,
@@ -1209,6 +1230,12 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         heads,
         [X],
         functools.partial(heads, scores=one_by_one),
+    ),
+    "heads first, one by one": (
+        {**dict.fromkeys("qkv", floats(2, 6, 4)), "out": floats(8, 3)},
+        heads_first,
+        [X],
+        functools.partial(heads_first, attend=mapped),
     ),
     "heads in turns": (
         HEADS,

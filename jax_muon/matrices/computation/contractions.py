@@ -107,9 +107,8 @@ class Product:
         of = [x for a in self.contract[i] for x in parts[a]]
         start = len(self.batch[0]) + (1 - i) * len(self.free[0])
         stop = start + len(self.free[1 - i])
-        places = [a for a in range(start, stop) if self.shape[a] > 1]
         return tuple(
-            fitted(of, self.shape[a]) if of and a in places else x
+            fitted(of, self.shape[a]) if of and start <= a < stop else x
             for a, x in enumerate(self.placed(i, parts))
         )
 
@@ -208,8 +207,8 @@ def _of_weight(trace: Trace, product: Product, i: int) -> Value:
         # outputs. With x[i] @ w[i] it does, and they are a batch, as are layers, of
         # which an outer loop takes one at a time.
         rows = [(x, a) for (x, a), n in weight.rows.items() if n not in other.turns]
-        left = trace.cut_off(weight, use.path)
-        own = [a for x, a in rows if x == use.path and a in left]
+
+        own = [a for x, a in rows if x == use.path]
         trace.note("in turns", use, own[-1:])
     _note_factor(trace, product, i, other, uses)
     results: Results = {u: product.placed(i, weight.leaves[u.path]) for u in uses}
@@ -253,7 +252,7 @@ def _as_scores(
 
     def may_be_input(use: Use) -> bool:
         is_matrix = weight.is_product and {IN} in use.sides.values()
-        return {CONSTANT} not in use.sides.values() and not is_matrix
+        return not is_matrix
 
     inputs = frozenset(use.path for use in uses if may_be_input(use))
     operands = frozenset(uses), frozenset(other.outputs)
@@ -321,12 +320,7 @@ def _of_activations(trace: Trace, product: Product) -> Value:
     """
     values, eqn = product.values, product.eqn
     result = _mixed(values)
-    if any(product.is_constant):
-        result.one_hot = any(
-            x.one_hot and y.selects(of)
-            for x, y, of in zip(values, values[::-1], product.free[::-1], strict=True)
-        )
-        result.softmax = next((x.softmax for x in values if x.data), "")
+
     for i, value in enumerate(values):
         result.choice -= trace.routes(values[1 - i], [value])
         trace.use(value, "elementwise", eqn)

@@ -8,7 +8,7 @@ test switches each of them off, and names the program that then is read wrongly.
 import collections
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -392,16 +392,15 @@ def _places(x: Parameter, trace: Trace, number: Mapping[str, int]) -> list[Any]:
     return keys
 
 
-def _depth(uses: Iterable[Use]) -> int:
+def _depth(uses: Collection[Use]) -> int:
     """How deep in gradients the uses are that count: 0, if the loss itself has some.
 
     Weight decay, a sum of squares or of the largest, and opaque kernels do not count
     beside others.
     """
-    uses = [*uses]
     shown = [use for use in uses if use.kind != "opaque" and use.left]
-    shown = [use for use in shown if use.primitive not in ("sort", "top_k")] or uses
-    return min(use.depth for use in shown)
+    shown = [use for use in shown if use.primitive not in ("sort", "top_k")]
+    return min(use.depth for use in shown or uses)
 
 
 # --- labels: the first rule that knows an answer counts -------------------------------

@@ -96,7 +96,6 @@ def elementwise(
     shape: Shape,
 ) -> Value:
     """The result of an operation on each element, such as "mul"."""
-
     if name in SUMS and any(x.leaves and x.has_all(shape) for x in values):
         values = [Value() if x.is_gradient else x for x in values]  # a step in the loss
     values = _with_grids_as_data(trace, eqn, values)

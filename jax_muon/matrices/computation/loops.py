@@ -13,7 +13,6 @@ from jax_muon.base.jaxprs import shape_of
 from jax_muon.matrices.computation.moves import cut, reduced
 from jax_muon.matrices.computation.trace import ELEMENTWISE, RULES, Trace, rule
 from jax_muon.matrices.computation.values import (
-    AxisPart,
     Edge,
     Use,
     Value,
@@ -73,17 +72,11 @@ def _put_together(y: Value, x: Value) -> dict[Use, frozenset[int]]:
         if not axes_in(y.leaves[leaf], [0]) and (is_apart or is_same):
             y.leaves[leaf] = (*first, *row)
     outputs = {}
-    for result, parts in y.results.items() if y.data else ():
-        if isinstance(result, Use):
-            first = x.leaves.get(result.path, ())[:1]
-        else:  # the axis of queries, or of keys
-            paths = [{use.path for use in uses} for uses in result.operands]
-            of = [i for i in (0, 1) if paths[i] & x.leaves.keys()]
-            first = tuple((AxisPart(i, 1, 2),) for i in of if len(of) == 1)
+    for use, parts in y.outputs.items():
+        first = x.leaves.get(use.path, ())[:1]
         if first and not axes_in(parts, [0]):
-            y.results[result] = (*first, *parts[1:])
-            if isinstance(result, Use):
-                outputs[result] = frozenset(axes_in(first))
+            y.results[use] = (*first, *parts[1:])
+            outputs[use] = frozenset(axes_in(first))
     return outputs
 
 
@@ -148,6 +141,7 @@ def _repeat(
         trace.forget(seen)  # of the first turns, which may see zeros instead of data
         unknown = [replace(x, numbers=None) for x in turning(carry)]
         results = trace.call(eqn, body, [*constants, *unknown, *rows])
+
         results = [*map(outside, results)]
         before, pairs = carry, zip(carry, results, strict=False)
         carry = [_meet(trace, eqn, *pair) for pair in pairs]
