@@ -729,6 +729,56 @@ def chosen_rows(p, x, product=jnp.matmul):
     return jnp.sum(jnp.tanh(x[rows].sum(1) @ p["w"]) @ p["out"])
 
 
+DECODER = {"q": floats(6, 5), "k": floats(6, 5), "v": floats(6, 5), "o": floats(5, 6)}
+DECODER |= {"a": floats(6, 2), "b": floats(2, 6), "out": floats(6, 3)}
+
+
+def decoder(p, x, start=jnp.zeros_like):
+    """Three steps of a state that attends to x, and is updated in two products."""
+
+    def step(c, _):
+        weights = jax.nn.softmax(jnp.einsum("bd,bsd->bs", c @ p["q"], x @ p["k"]))
+        read = jnp.einsum("bs,bsd->bd", weights, x @ p["v"])
+        return jnp.tanh(read @ p["o"] + c @ p["a"] @ p["b"]), c @ p["out"]
+
+    return jnp.sum(lax.scan(step, start(x[:, 0]), length=3)[1] ** 2)
+
+
+def with_null_context(p, x, null=jnp.zeros_like):
+    """Free guidance: the network once with its context, and once without."""
+
+    def of(context):
+        weights = jax.nn.softmax(x[:, 0] @ p["q"] @ (context @ p["k"]).mT)
+        return weights @ (context @ p["v"]) @ p["o"] @ p["out"]
+
+    return jnp.sum(of(x) ** 2) + jnp.sum(of(null(x)) ** 2)
+
+
+def pooled_convolution(p, x):
+    z = lax.conv_general_dilated(
+        x, p["k"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )
+    weights = jax.nn.softmax(jnp.tanh(z) @ p["v"])
+    return jnp.sum((jnp.einsum("bt,btd->bd", weights, jnp.tanh(z)) @ p["out"]) ** 2)
+
+
+def turned(p, x, power=lambda z: z**0.5j):
+    z = power(jax.nn.softplus(x @ p["w"])).real
+    return jnp.sum((z @ p["out"]) ** 2)
+
+
+def copied(p, x, copies=lambda w: jnp.stack([w] * 3)):
+    """The first of three matrices, three times."""
+    return jnp.sum(jnp.tanh(x @ copies(p["w"][0])).sum(0) @ p["out"])
+
+
+def over_norms(p, ids, product=jnp.matmul):
+    rows = p["emb"][ids]
+    z = jnp.tanh(rows @ p["a"]) @ p["w"]
+    z = z * jnp.linalg.norm(rows, axis=-1, keepdims=True)
+    return jnp.sum(product(z, p["out"]) ** 2)
+
+
 SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
     "rolled": (NET, net, [X], of(lambda w: jnp.roll(jnp.roll(w, 1, 0), -1, 0))),
     "rows taken": (NET, net, [X], of(lambda w: jnp.take(w, jnp.arange(6), 0))),
@@ -1312,6 +1362,42 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         functools.partial(
             chosen_rows, product=lambda x, w: lax.map(lambda c: x @ c, w.T).T
         ),
+    ),
+    "a state that starts with zeros": (
+        DECODER,
+        decoder,
+        [floats(4, 5, 6)],
+        functools.partial(decoder, start=lambda x: 0 * x),
+    ),
+    "a context of zeros": (
+        {name: DECODER[name] for name in ("q", "k", "v", "o", "out")},
+        with_null_context,
+        [floats(4, 5, 6)],
+        functools.partial(with_null_context, null=lambda x: 0 * x),
+    ),
+    "a step of a convolution": (
+        {"k": floats(2, 6, 8), "v": floats(8), "out": floats(8, 3)},
+        pooled_convolution,
+        [floats(4, 5, 6)],
+        step(pooled_convolution),
+    ),
+    "a complex power": (
+        NET,
+        turned,
+        [X],
+        functools.partial(turned, power=lambda z: jnp.exp(0.5j * jnp.log(z))),
+    ),
+    "copies of one matrix": (
+        {"w": floats(3, 6, 8), "out": floats(8, 3)},
+        copied,
+        [X],
+        functools.partial(copied, copies=lambda w: jnp.repeat(w[None], 3, 0)),
+    ),
+    "norms of rows": (
+        {"emb": floats(9, 6), "a": floats(6, 5), "w": floats(5, 8), "out": floats(8)},
+        over_norms,
+        [IDS],
+        functools.partial(over_norms, product=lambda z, v: (z * v).sum(-1)),
     ),
     "a frozen matrix in a jit": (NET, before_frozen, [X], jax.jit(before_frozen)),
     "data in a jit": (MODEL, of_global_ids, [], jax.jit(of_global_ids)),

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jax_muon.base.jaxprs import shape_of
@@ -175,6 +176,8 @@ def _moved(trace: Trace, product: Product, i: int) -> Value:
     moves w: axis 0 is q's now, and marked unless q only permutes.
     """
     weight, other = product.values[i], product.values[1 - i]
+    if other.is_zero:  # a state before its first step shows nothing of w
+        return Value(numbers=functools.partial(np.zeros, product.shape))
     change = product.placed if other.one_hot else product.turned
     result = weight.moved(functools.partial(change, i))
     if not other.one_hot and not other.selects(product.contract[1 - i]):
@@ -494,7 +497,7 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         result = _mixed(values)
         if kernel.given_floats and not is_transposed:
             trace.feed(result)
-        for use, parts in kernel.outputs.items():
+        for use, parts in kernel.outputs.items() if not is_transposed else ():
             outputs = frozenset(axes_in(parts, [out]))
             trace.note("kernel", use, axes_in(parts, [fan_in, *window]), others=outputs)
         return result

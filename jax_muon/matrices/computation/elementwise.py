@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jax_muon.base.jaxprs import shape_of
@@ -61,7 +62,7 @@ class Operation:
         if self.name != "pow" or self.shapes[1]:
             return self.eqn.params.get("y")
         numbers = self.values[1].computed()
-        return None if numbers is None else float(numbers)
+        return None if numbers is None or np.iscomplexobj(numbers) else float(numbers)
 
     @property
     def chooses_by_itself(self) -> bool:
@@ -351,7 +352,7 @@ def _beside_data(op: Operation, made: Sequence[Value], result: Value) -> list[Va
 def _is_of_rows(value: Value, by: Iterable[Shape]) -> bool:
     """Whether factors of these shapes are the same along all axes of its leaves."""
     own = {a for of in value.leaves.values() for a, x in enumerate(of) if axes_in([x])}
-    return all(shape[a] == 1 for shape in by if shape for a in own)
+    return bool(own) and all(shape[a] == 1 for shape in by if shape for a in own)
 
 
 def _note_scales_of_its_own_leaf(op: Operation) -> None:

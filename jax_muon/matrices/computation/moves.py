@@ -272,7 +272,8 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     result = _together(trace, eqn, parts, axis)
     for leaf in [leaf for leaf in result.leaves if counts[leaf] > 1]:
         for own, size in enumerate(trace.shapes[leaf]):  # its rows, stacked again
-            if size == shape[axis] and own not in result.sides.get(leaf, ()):
+            is_all = size == shape[axis] == len({*map(id, eqn.invars)})
+            if is_all and own not in result.sides.get(leaf, ()):
                 result.joined_again(leaf, axis, own, size)
     return result
 

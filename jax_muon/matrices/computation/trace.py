@@ -42,6 +42,8 @@ RULES: dict[str, Rule] = {}
 ELEMENTWISE = "elementwise"  # the rule of all others
 SUMS = ("add", "sub")
 Axis = tuple[str, int]  # of a leaf
+# Uses by leaf and number, edges, and leaves that are like data.
+Seen = tuple[dict[str, dict[int, Use]], dict[Edge, None], dict[str, str]]
 
 
 def rule(*primitives: str) -> Callable[[Rule], Rule]:
@@ -139,7 +141,7 @@ class Trace:
             are_known = all(math.prod(shape_of(v)) <= _MOST for v in eqn.outvars)
         results = [
             replace(x, numbers=_numbers(eqn, values, i) if are_known else None)
-            if are_known or x.numbers
+            if are_known or any(x.numbers is y.numbers for y in values)
             else x
             for i, x in enumerate(results)
         ]
@@ -251,7 +253,7 @@ class Trace:
         of = frozenset(axes or ())
         if of or axes is None:
             self.edges[Edge(kind, use, of, **more)] = None
-        if kind == "takes":
+        if kind == "takes" and more.get("about") != "sum":  # which may be none
             self.taken.add(use)
 
     def feed(self, value: Value, leaf: str = "") -> None:
@@ -260,11 +262,12 @@ class Trace:
             if not use.is_gradient and use.path != leaf:
                 self.note("takes", use)
 
-    def seen(self) -> tuple[dict[str, dict[int, Use]], dict[Edge, None]]:
-        """The uses and edges so far."""
-        return {leaf: {**uses} for leaf, uses in self.uses.items()}, {**self.edges}
+    def seen(self) -> Seen:
+        """The uses, edges and inputs so far."""
+        uses = {leaf: {**uses} for leaf, uses in self.uses.items()}
+        return uses, {**self.edges}, {**self.inputs}
 
-    def forget(self, seen: tuple[dict[str, dict[int, Use]], dict[Edge, None]]) -> None:
+    def forget(self, seen: Seen) -> None:
         """Go back to these, so that the next turn of a loop finds its own.
 
         Edges of results that products take stay. A value with many sources forgets
@@ -273,6 +276,8 @@ class Trace:
         takes = {edge: None for edge in self.edges if edge.kind == "takes"}
         self.uses = {leaf: {**uses} for leaf, uses in seen[0].items()}
         self.edges = seen[1] | takes
+        for leaf in self.inputs.keys() - seen[2].keys():
+            del self.inputs[leaf]  # c @ q of the first state c = zeros
 
     def cut_off(self, value: Value, leaf: str) -> list[int]:
         """The axes of a leaf that a value has one element of, as axis 0 for w[3]."""
