@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
@@ -278,47 +279,74 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     return result
 
 
-@rule("dynamic_update_slice", "scatter", "scatter-add", "scatter-sub", "scatter-mul")
+class Window(NamedTuple):
+    """Where updates lie in an array, by its axes.
+
+    zeros((8, 40)).at[i].set(row) has a window (1, 40), and axis 0 in `rows`.
+    """
+
+    sizes: dict[int, int]  # one element, if an axis is missing
+    starts: dict[int, int]  # where that is known
+    rows: list[int]  # axes along which indices take one element
+
+
+@rule("dynamic_update_slice")
+def _slice_replaced(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """A slice of an array replaced, as b (40,) from 24 on in zeros (64,)."""
+    array, updates, *indices = values
+    shape, sizes = shape_of(eqn.outvars[0]), shape_of(eqn.invars[1])
+    at = [x.computed() for x in indices]
+    starts = {a: int(x) for a, x in enumerate(at) if x is not None}
+    rows = [a for a, n in enumerate(sizes) if n == 1 < shape[a] and indices[a].turns]
+    window = Window(dict(enumerate(sizes)), starts, rows)
+    return _replaced(trace, eqn, array, updates, joined(indices), window)
+
+
+@rule("scatter", "scatter-add", "scatter-sub", "scatter-mul")
 @rule("scatter-min", "scatter-max")
-def _update(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """An array in which a part is replaced, or added to."""
-    shape, (array, updates, *indices) = shape_of(eqn.outvars[0]), values
-    if eqn.primitive.name == "dynamic_update_slice":
-        at = [x.computed() for x in indices]
-        starts = {a: int(x) for a, x in enumerate(at) if x is not None}
-        sizes = shape_of(eqn.invars[1])
-        single = [a for a, n in enumerate(sizes) if n == 1 < shape[a]]
-        rows = [a for a in single if indices[a].turns]
-        part = dict(enumerate(sizes))
-    else:
-        indices, updates = [values[1]], values[2]
-        numbers, sizes = eqn.params["dimension_numbers"], shape_of(eqn.invars[2])
-        rows = [*numbers.inserted_window_dims, *numbers.operand_batching_dims]
-        kept = [a for a in range(len(shape)) if a not in rows]
-        window = dict(zip(kept, numbers.update_window_dims, strict=True))
-        row_axes = [a for a, n in enumerate(sizes) if n > 1]
-        row_axes = [a for a in row_axes if a not in window.values()]
-        if len(row_axes) == len(rows):  # each index has an axis of its own
-            pairs = zip(rows, row_axes, strict=True)
-            window |= {row: a for row, a in pairs if shape[row] >= sizes[a]}
-        part = {a: sizes[of] for a, of in window.items()}
-        table, over = values[1].computed(), numbers.scatter_dims_to_operand_dims
-        starts = {}
-        if table is not None and table.size == len(over):  # one place
-            starts = dict(zip(over, table.reshape(-1), strict=True))
-        over = [a for a in row_axes if a not in window.values()]
-        moved = updates.moved(lambda parts: placed(parts, window, shape))
-        updates = reduced(trace, eqn, moved, updates, over)
+def _scatter(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Updates (3, 40) in the rows i (3,) of an array (8, 40), or added to these."""
+    (array, index, updates), shape = values, shape_of(eqn.outvars[0])
+    numbers, sizes = eqn.params["dimension_numbers"], shape_of(eqn.invars[2])
+    rows = [*numbers.inserted_window_dims, *numbers.operand_batching_dims]
+    kept = [a for a in range(len(shape)) if a not in rows]
+    # The axis of the updates of each axis of the array.
+    source = dict(zip(kept, numbers.update_window_dims, strict=True))
+    left = [a for a, n in enumerate(sizes) if n > 1 and a not in source.values()]
+    if len(left) == len(rows):  # each index has an axis of its own
+        pairs = zip(rows, left, strict=True)
+        source |= {row: a for row, a in pairs if shape[row] >= sizes[a]}
+    starts, table = {}, index.computed()
+    over = numbers.scatter_dims_to_operand_dims
+    if table is not None and table.size == len(over):  # one place
+        starts = {a: int(x) for a, x in zip(over, table.reshape(-1), strict=True)}
+    moved = updates.moved(lambda parts: placed(parts, source, shape))
+    summed = [a for a in left if a not in source.values()]
+    updates = reduced(trace, eqn, moved, updates, summed)
+    window = Window({a: sizes[of] for a, of in source.items()}, starts, rows)
+    return _replaced(trace, eqn, array, updates, index, window)
+
+
+def _replaced(
+    trace: Trace,
+    eqn: JaxprEqn,
+    array: Value,
+    updates: Value,
+    index: Value,
+    window: Window,
+) -> Value:
+    """An array with updates in a window; leaves remember where they begin in it."""
+    shape, rows = shape_of(eqn.outvars[0]), window.rows
+    count = math.prod(window.sizes.values())
     for leaf, of in [*updates.leaves.items()]:
-        is_whole = math.prod(sizes) == math.prod(trace.shapes[leaf])
+        is_whole = count == math.prod(trace.shapes[leaf])
         for a, n in enumerate(shape):
-            size, is_joined = part.get(a, 1), bool(of[a] and of[a][0].at)
-            if a in starts and size < n and (is_whole or is_joined):
-                updates.joined_at(leaf, a, int(starts[a]), size, shape)
+            size, is_joined = window.sizes.get(a, 1), bool(of[a] and of[a][0].at)
+            if a in window.starts and size < n and (is_whole or is_joined):
+                updates.joined_at(leaf, a, window.starts[a], size, shape)
             elif size < n and is_joined:
                 updates.leaves[leaf] = scattered(updates.leaves[leaf], [a])
     updates = updates.moved(lambda parts: fit(parts, shape))
-    index = joined(indices)
     for (leaf, axis), loop in updates.rows.items():
         if index.turns == {loop} and len(rows) == 1:  # a row in each turn
             updates.joined_again(leaf, rows[0], axis, shape[rows[0]])
