@@ -74,6 +74,19 @@ DOCUMENTED = {
         ("x @ w: broadcast and summed", None),
         ("x @ w: a sum of rank one", None),
     ],
+    "so is a matrix added to an argument": [
+        ("operations: where by products", "masked_weights"),
+    ],
+    "as patches times a matrix, among the inputs": [
+        ("convolutions: patches by a matrix", "convolutions"),
+    ],
+    "repeated for each sample is data": [
+        ("x @ w: a matrix for each sample", name)
+        for name in (
+            *("codes_scale_features_of_a_grid", "forecast_by_trends_and_waves"),
+            *("hyena", "image_by_its_coordinates", "lora_merged_into_frozen_matrices"),
+        )
+    ],
     "passes it to a kernel that hides it": [
         ("sizes: equal widths", "product_in_a_kernel"),
         ("loss: a jvp inside", "product_in_a_kernel"),

@@ -108,9 +108,8 @@ def elementwise(
     result = _described(op, joined(values))
     if name == "mul":
         _note_gates(op, result)
-    for i, value in enumerate(values):
-        if value.choice:
-            result.choice -= trace.routes(value, _weighed(op, i))
+    for value in [x for x in values if x.choice]:
+        result.choice -= trace.routes(value, [x for x in values if x is not value])
     for value in _followed(op, result) if made else ():
         result = result.with_leaves(value, len(shape))
     if name == "select_n" and not (values[0].data or values[0].leaves):
@@ -404,11 +403,3 @@ def _note_gates(op: Operation, result: Value) -> None:
             result.results[gates] = parts
     for use in values[0].outputs.keys() & values[1].outputs.keys():
         op.trace.note("multiplied", use)
-
-
-def _weighed(op: Operation, i: int) -> list[Value]:
-    """The values that an operand may choose from: larger ones; for a mask, all."""
-    if op.name == "select_n" and i == 0:
-        return [x for x in op.values if x.sources]
-    sizes = [*map(math.prod, op.shapes)]
-    return [x for x, n in zip(op.values, sizes, strict=True) if n > sizes[i]]
