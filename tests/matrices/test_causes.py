@@ -698,6 +698,53 @@ FROZEN = np.ones((3, 7), np.float32)
 ROW = np.arange(6)[:, None]
 LAYERS = [floats(6, 8), floats(8, 8), floats(8, 8)]
 HEADS = dict.fromkeys("qkv", floats(6, 2, 4)) | {"out": floats(8, 3)}
+
+
+def rotated(p, x, change):
+    """Data times a function of a matrix that constants move."""
+    return net(p, x * jnp.tanh(change(p["square"])))
+
+
+def queries(p, x):
+    """Two kinds of learned queries, which are like data."""
+    h = jnp.tanh(x @ p["w"])
+    y = jax.nn.softmax(p["rows"] @ h.T) @ h + jnp.tanh(p["q"] @ p["v"])
+    return jnp.sum(jnp.tanh(y) @ p["out"])
+
+
+def with_mean(p, x, change):
+    return jnp.sum((x * jnp.tanh(change(p["q"], p["w"]))) @ p["out"])
+
+
+def in_every_window(p, x, change):
+    """Three windows (4,) of samples (6,), each times a matrix (6, 8) by constants."""
+    basis = np.ones((3, 4, 6), np.float32)
+    return jnp.sum(jnp.tanh(change(basis, x.reshape(-1, 3, 4), p["w"])) @ p["out"])
+
+
+def convolved(x, w):
+    """Images (n, 9, 3) and windows of three elements."""
+    numbers = ("NWC", "WIO", "NWC")
+    return lax.conv_general_dilated(x, w, (1,), "VALID", dimension_numbers=numbers)
+
+
+def cnn_members(p, x, members=jax.vmap):
+    """Two nets, which see the same images by a product and a convolution."""
+    y = members(lambda k, m: convolved(jnp.tanh(x @ k), m))(p["k"], p["m"])
+    return jnp.mean(y**2)
+
+
+def in_python(function):
+    return lambda *x: jnp.stack([function(*one) for one in zip(*x, strict=True)])
+
+
+def above(threshold):
+    """Experts whose logits are no smaller than this."""
+    return lambda p, x: experts(
+        p, x, lambda y: jnp.where(y >= threshold(y), jax.nn.sigmoid(y), 0)
+    )
+
+
 EXPERTS = {"gate": floats(6, 4), "w": floats(4, 6, 8), "out": floats(8, 3)}
 DENSE = {**EXPERTS, "w": floats(6, 4, 8)}  # experts in one kernel, as of DenseGeneral
 GRID = {**NET, "bias": floats(8)}
@@ -1010,6 +1057,89 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         lambda p, x: jnp.sum(layers_of(p["w"], x) @ p["out"]),
         [X],
         lambda p, x: jnp.sum(layers_of(p["w"], x, in_turns) @ p["out"]),
+    ),
+    "constants on both sides": (
+        {**NET, "square": floats(6, 6)},
+        lambda p, x: rotated(p, x, lambda w: np.ones((5, 6), np.float32) @ w),
+        [X],
+        lambda p, x: rotated(
+            p, x, lambda w: np.ones((5, 6), np.float32) @ w @ np.ones((6, 6))
+        ),
+    ),
+    "one row of what a constant moves": (
+        {**NET, "square": floats(6, 6)},
+        lambda p, x: net(p, x * (np.ones(6, np.float32) @ p["square"])),
+        [X],
+        lambda p, x: net(p, x * (np.ones((5, 6), np.float32) @ p["square"])[3]),
+    ),
+    "windows of a matrix by constants": (
+        NET,
+        lambda p, x: in_every_window(
+            p, x, lambda b, x, w: jnp.einsum("thk,hki->thi", x, b) @ w
+        ),
+        [floats(5, 12)],
+        lambda p, x: in_every_window(
+            p, x, lambda b, x, w: jnp.einsum("thk,hko->tho", x, b @ w)
+        ),
+    ),
+    "queries in one vector": (
+        {
+            **{"w": floats(6, 8), "rows": floats(9, 8), "out": floats(8, 3)},
+            **{"q": floats(9, 4), "v": floats(4, 8)},
+        },
+        queries,
+        [X],
+        lambda p, x: (lambda v, back: queries(back(0.5 * v), x))(*ravel_pytree(p)),
+    ),
+    "a mean of queries": (
+        {"q": floats(9, 6), "w": floats(6, 8), "out": floats(8, 3)},
+        lambda p, x: with_mean(p, x, lambda q, w: (q @ w).mean(0)),
+        [floats(5, 8)],
+        lambda p, x: with_mean(p, x, lambda q, w: q.mean(0) @ w),
+    ),
+    "rows of a product of two": (
+        {"e": floats(9, 4), "b": floats(4, 6), **NET},
+        lambda p, ids: net(p, p["e"][ids] @ p["b"]),
+        [IDS],
+        lambda p, ids: net(p, (p["e"] @ p["b"])[ids]),
+    ),
+    "rows by a running index": (
+        NET,
+        lambda p, x: jnp.sum(
+            lax.fori_loop(0, 3, lambda i, y: y + x @ p["w"], jnp.zeros((5, 8)))
+            @ p["out"]
+        ),
+        [X],
+        lambda p, x: jnp.sum(
+            lax.fori_loop(
+                0,
+                3,
+                lambda i, y: y + jnp.roll(x, i, 1) @ p["w"][(jnp.arange(6) - i) % 6],
+                jnp.zeros((5, 8)),
+            )
+            @ p["out"]
+        ),
+    ),
+    "a threshold by a sort": (
+        EXPERTS,
+        above(lambda y: lax.top_k(y, 2)[0][:, -1:]),
+        [X],
+        above(lambda y: jnp.sort(y, -1)[:, -2:-1]),
+    ),
+    "members of convolutions": (
+        {"k": floats(2, 3, 6), "m": floats(2, 3, 6, 4)},
+        functools.partial(cnn_members, members=in_python),
+        [floats(5, 9, 3)],
+        cnn_members,
+    ),
+    "unstacked": (NET, net, [X], of(lambda w: jnp.stack(jnp.unstack(w)))),
+    "frozen columns, cast": (
+        {"w": floats(6, 4), "out": floats(8, 3)},
+        lambda p, x, frozen: net(p, x, w=lambda w: jnp.concatenate([frozen, w], 1)),
+        [X, floats(6, 4)],
+        lambda p, x, frozen: net(
+            p, x, w=lambda w: jnp.concatenate([frozen, w], 1).astype(jnp.bfloat16)
+        ),
     ),
     "a step": (NET, net, [X], step(net)),
     "clipped": (
@@ -1478,6 +1608,26 @@ def test_waves_beside_functions_of_other_parameters():
     found = jm.find_matrices(params, of_codes, floats(5, 3))
     labels = {path: x.label for path, x in found.items()}
     assert labels == dict(codes="adamw", f="muon", out="adamw", v="muon", w="muon")
+
+
+def test_a_use_without_a_product_is_a_use():
+    """A sorted table, and a learned image."""
+
+    def loss(p, x):
+        y = jnp.tanh(convolved(p["image"], p["kernel"]))
+        return jnp.sum((x + jnp.sort(p["levels"])[0]) @ p["w"]) + jnp.sum(y**2)
+
+    found = jm.find_matrices(
+        {
+            "levels": floats(4, 6),
+            "w": floats(6, 8),
+            "image": floats(1, 9, 3),
+            "kernel": floats(3, 3, 6),
+        },
+        loss,
+        X,
+    )
+    assert found["levels"].role == found["image"].role == "elementwise"
 
 
 def test_a_first_state_is_used():

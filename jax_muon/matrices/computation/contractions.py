@@ -203,8 +203,7 @@ def _of_weight(trace: Trace, product: Product, i: int) -> Value:
     sides = [side.get(a, outside) for a in range(len(product.shapes[i]))]
     kind = "convolved" if "padding" in eqn.params else "contracted"
     uses = trace.use(weight, kind, eqn, sides, by=other)
-    for use in uses:
-        trace.feed(weight, use.path)  # what made s, in x @ (w * s)
+    trace.feed(weight)  # what made s, in x @ (w * s)
     for use in uses if not is_transposed else ():
         # lax.map(lambda row: x @ row, w.T): x does not turn with the rows, so they are
         # outputs. With x[i] @ w[i] it does, and they are a batch, as are layers, of

@@ -219,10 +219,9 @@ def _rows(eqn: JaxprEqn, index: Value, rows: Sequence[int]) -> dict[int, list[in
 
 def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
     """Elements of a value at some places; data may say at which."""
-    routed = trace.routes(index, [value])
+    trace.routes(index, [value])
     if not value.leaves:
         result = replace(joined([value, index]), results=value.results)
-        result.choice -= routed
         others = range(1, len(shape_of(eqn.invars[0])))
         if index.data and value.selects(others):  # eye(96)[ids]
             result.one_hot = True
@@ -346,7 +345,6 @@ def _replaced(
                 updates.joined_at(leaf, a, window.starts[a], size, shape)
             elif size < n and is_joined:
                 updates.leaves[leaf] = scattered(updates.leaves[leaf], [a])
-    updates = updates.moved(lambda parts: fit(parts, shape))
     for (leaf, axis), loop in updates.rows.items():
         if index.turns == {loop} and len(rows) == 1:  # a row in each turn
             updates.joined_again(leaf, rows[0], axis, shape[rows[0]])
@@ -382,7 +380,6 @@ def _together(
         for x, of in part.results.items():  # one row of them has lost an axis
             if len(axes_in(of)) > len(axes_in(result.results.get(x, ()))):
                 result.results[x] = of
-            result.results.setdefault(x, of)
     return result
 
 

@@ -228,19 +228,10 @@ class Trace:
     def _sides(self, value: Value, leaf: str, sides: Sequence[str]) -> Sides:
         """The sides of a leaf's axes in a use, where a value's axes have `sides`."""
         parts, known = value.leaves[leaf], value.sides.get(leaf, {})
-        pairs = [
-            (axis, side)
-            for of_axis, side in zip(parts, sides, strict=False)
-            for axis in axes_in((of_axis,))
-        ]
-        # In q (24, 24) @ w (24, 40), of a constant q, axis 0 of w is q's now. A product
-        # along it says nothing of axis 0, unless axis 0 is nowhere else, or all of it
-        # is on that side, as in einsum("bij,ijo->bo", x, q @ w) of q (8, 8, 24).
         now = {
             axis: frozenset({side})
-            for axis, side in pairs
-            if CONSTANT not in known.get(axis, ())
-            or all(x == side for a, x in pairs if a == axis)
+            for of_axis, side in zip(parts, sides, strict=False)
+            for axis in axes_in((of_axis,))
         }
         known = {a: x - {SUMMED} for a, x in merged(known, now).items()}
         known = {a: x - {CONSTANT} or x for a, x in known.items() if x}
@@ -256,10 +247,10 @@ class Trace:
         if kind == "takes" and more.get("about") != "sum":  # which may be none
             self.taken.add(use)
 
-    def feed(self, value: Value, leaf: str = "") -> None:
+    def feed(self, value: Value) -> None:
         """Note that another leaf, or a frozen kernel, takes a value."""
         for use in value.sources:
-            if not use.is_gradient and use.path != leaf:
+            if not use.is_gradient:
                 self.note("takes", use)
 
     def seen(self) -> Seen:
@@ -297,8 +288,6 @@ class Trace:
         its last axis. If both leaves are, or neither, features are along the last axis
         of the value.
         """
-        if self.is_transposed(eqn):
-            return
         if features is None:
             rows = [leaf for leaf in value.leaves if self._has_rows(value, leaf)]
             if len(rows) != 1 or len(value.leaves) == 1:
@@ -307,9 +296,7 @@ class Trace:
                 features = {x: axes_in(of) for x, of in value.leaves.items()}
                 features |= {rows[0]: set()}
         for leaf in features if any(features.values()) else ():
-            sides, there = value.sides.get(leaf, {}), axes_in(value.leaves[leaf])
-            is_whole = all(a in there for a, x in sides.items() if x == {SUMMED})
-            if len(value.inner(leaf)) == 1 and is_whole and not features[leaf]:
+            if len(value.inner(leaf)) == 1 and not features[leaf]:
                 line = jaxprs.line_of((*self._calls, eqn))
                 self.inputs.setdefault(leaf, line)
 
