@@ -41,6 +41,12 @@ def set_in_a_buffer(p, x):
     return jnp.sum(jnp.tanh(x @ w) @ p["out"])
 
 
+def written_into_a_buffer(p, x):
+    """The same by another operation, along an axis of the matrix."""
+    w = lax.dynamic_update_slice(jnp.zeros((12, 8)), p["w"], (3, 0))[3:9]
+    return jnp.sum(jnp.tanh(x @ w) @ p["out"])
+
+
 def in_another_order(p, x):
     """Both matrices in one vector, whose elements are permuted."""
     vector, back = ravel_pytree(p)
@@ -62,6 +68,7 @@ OWN = {
         two_products,
         behind_a_barrier,
         set_in_a_buffer,
+        written_into_a_buffer,
         in_another_order,
         weighed_experts,
     )
@@ -125,9 +132,10 @@ PRIMITIVES = {
     "_reduce": "moe_gathered_weights_in_the_first_layer",
     "_same": behind_a_barrier,
     "_scan": "gates_first_and_stacked_layers",
+    "_slice_replaced": written_into_a_buffer,
     "_slice": "rotary_positions_and_normalized_queries",
     "_top_k": "moe_einsum_dispatch",
-    "_update": set_in_a_buffer,
+    "_scatter": set_in_a_buffer,
     "_while": "deep_equilibrium",
 }
 
