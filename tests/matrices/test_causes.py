@@ -819,6 +819,22 @@ def copied(p, x, copies=lambda w: jnp.stack([w] * 3)):
     return jnp.sum(jnp.tanh(x @ copies(p["w"][0])).sum(0) @ p["out"])
 
 
+def consistency(p, x, last=jnp.ones_like):
+    """A network at a time of the data beside one at the last time."""
+
+    def at(times):
+        waves = jnp.sin(times[:, None] * np.arange(1.0, 7.0))
+        return jnp.sum(jnp.tanh(x @ p["w"] + waves @ p["t1"] @ p["t2"]) @ p["out"])
+
+    return at(x[:, 0]) + at(last(x[:, 0]))
+
+
+def tables_of_layers(p, ids, rows=lambda e, w, ids: e[ids] @ w):
+    """Each layer looks words up in a table of few numbers, which a matrix widens."""
+    layers = zip(p["emb"].swapaxes(0, 1), p["w"], strict=True)
+    return jnp.sum(sum(jnp.tanh(rows(e, w, ids)) for e, w in layers) @ p["out"])
+
+
 def over_norms(p, ids, product=jnp.matmul):
     rows = p["emb"][ids]
     z = jnp.tanh(rows @ p["a"]) @ p["w"]
@@ -1528,6 +1544,18 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         over_norms,
         [IDS],
         functools.partial(over_norms, product=lambda z, v: (z * v).sum(-1)),
+    ),
+    "a constant beside data": (
+        {**NET, "t1": floats(6, 5), "t2": floats(5, 8)},
+        consistency,
+        [X],
+        functools.partial(consistency, last=lambda times: 0 * times + 1),
+    ),
+    "rows of a table of each layer": (
+        {"emb": floats(9, 4, 6), "w": floats(4, 6, 8), "out": floats(8, 3)},
+        tables_of_layers,
+        [IDS],
+        functools.partial(tables_of_layers, rows=lambda e, w, ids: (e @ w)[ids]),
     ),
     "a frozen matrix in a jit": (NET, before_frozen, [X], jax.jit(before_frozen)),
     "data in a jit": (MODEL, of_global_ids, [], jax.jit(of_global_ids)),

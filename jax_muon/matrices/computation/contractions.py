@@ -186,7 +186,7 @@ def _moved(trace: Trace, product: Product, i: int) -> Value:
         is_sum = not product.free[1 - i] and not other.turns
         side = SUMMED if is_sum else CONSTANT
         result = result.with_side(side, weight.axes_in(product.contract[i]))
-    return pick(trace, product.eqn, result, other)
+    return pick(trace, product.eqn, weight, result, other)
 
 
 def _of_weight(trace: Trace, product: Product, i: int) -> Value:
@@ -460,7 +460,7 @@ def _attend(
             if use.path not in scores.inputs:
                 trace.note("attends", use, about=role)
             elif is_factor or role == "query" or use in values:
-                trace.inputs.setdefault(use.path, use.line)
+                trace.note_like_data(use.path, use.line, bool(use.constant))
     for use in values:
         trace.note("attends", use, about="value")
     paths = {use.path for uses in scores.operands for use in uses}

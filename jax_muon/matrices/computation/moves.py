@@ -155,7 +155,7 @@ def _dynamic_slice(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if len(index.turns) == 1 and not index.data:
         of = [(x, a) for x, axes in value.axes_in(single).items() for a in axes]
         part = replace(part, rows=value.rows | dict.fromkeys(of, min(index.turns)))
-    return pick(trace, eqn, part, index)
+    return pick(trace, eqn, value, part, index)
 
 
 @rule("gather")
@@ -177,7 +177,8 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             by_axis = dict(zip(numbers.start_index_map, at.reshape(-1), strict=True))
             starts = [int(by_axis.get(a, 0)) for a in range(len(old))]
         part = cut(trace, value, old, eqn.params["slice_sizes"], starts)
-        return pick(trace, eqn, part.moved(lambda x: placed(x, source, new)), index)
+        part = part.moved(lambda x: placed(x, source, new))
+        return pick(trace, eqn, value, part, index)
 
     def taken(parts: AxisParts) -> AxisParts:  # a constant index rearranges axes
         result = [*fit(placed(parts, source, new), new)]
@@ -189,7 +190,7 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
                 result = [*scattered((*result,), [a], SCATTERED if is_all else LOST)]
         return tuple(result)
 
-    return pick(trace, eqn, value.moved(taken), index)
+    return pick(trace, eqn, value, value.moved(taken), index)
 
 
 def _rows(eqn: JaxprEqn, index: Value, rows: Sequence[int]) -> dict[int, list[int]]:
@@ -217,7 +218,9 @@ def _rows(eqn: JaxprEqn, index: Value, rows: Sequence[int]) -> dict[int, list[in
     return along if {*along} >= {*wide} else {}
 
 
-def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
+def pick(
+    trace: Trace, eqn: JaxprEqn, before: Value, value: Value, index: Value
+) -> Value:
     """Elements of a value at some places; data may say at which."""
     trace.routes(index, [value])
     if not value.leaves:
@@ -228,7 +231,12 @@ def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
         return result
     if not index.data:
         return replace(value, turns=value.turns | index.turns)
-    tables = [leaf for leaf in value.leaves if trace.cut_off(value, leaf)]
+    # Not of layers or members, which were cut off before.
+    tables = [
+        leaf
+        for leaf in value.leaves
+        if {*trace.cut_off(value, leaf)} - {*trace.cut_off(before, leaf)}
+    ]
     if len(tables) == 1:  # of a table times a matrix
         trace.note_input(value, eqn)
     trace.use(value, "picked", eqn)

@@ -80,6 +80,7 @@ def follow(
     while True:  # until no further leaf turns out to be like data
         trace, before = Trace(shapes, inputs, closed_over), len(inputs)
         trace.run(jaxpr, values)
+        trace.settle()
         if len(inputs) == before:
             return trace
 

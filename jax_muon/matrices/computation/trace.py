@@ -81,6 +81,7 @@ class Trace:
         self.shapes = shapes
         self.inputs = inputs
         self.closed_over = closed_over
+        self.unless_met: dict[str, str] = {}
         self.uses: dict[str, dict[int, Use]] = {path: {} for path in shapes}
         self.edges: dict[Edge, None] = {}
         self.inputs_of: dict[Use, set[Use]] = collections.defaultdict(set)
@@ -298,6 +299,21 @@ class Trace:
         for leaf in features if any(features.values()) else ():
             if len(value.inner(leaf)) == 1 and not features[leaf]:
                 line = jaxprs.line_of((*self._calls, eqn))
+                sides = value.sides[leaf].values()
+                self.note_like_data(leaf, line, any(CONSTANT in x for x in sides))
+
+    def note_like_data(self, leaf: str, line: str, by_constant: bool) -> None:
+        """Note that a leaf is like data; one that a constant met, unless data does.
+
+        t1 of waves(jnp.ones(5)) @ t1 @ t2 is none beside waves(times) @ t1 @ t2.
+        """
+        (self.unless_met if by_constant else self.inputs).setdefault(leaf, line)
+
+    def settle(self) -> None:
+        """At the end, leaves are like data that only constants met."""
+        for leaf, line in self.unless_met.items():
+            by_data = [x for x in self.uses[leaf].values() if not x.constant]
+            if all(x.kind == "elementwise" for x in by_data):
                 self.inputs.setdefault(leaf, line)
 
     def _has_rows(self, value: Value, leaf: str) -> bool:
