@@ -745,10 +745,44 @@ def above(threshold):
     )
 
 
+def in_columns(p, ids):
+    """All parameters as rows of a vector, in two parts."""
+    vector, back = ravel_pytree(p)
+    rows = vector.reshape(-1, 6)
+    rows = jnp.concatenate([rows[:, :2], rows[:, 2:]], 1)
+    return model(back(rows.reshape(-1)), ids)
+
+
+def low_rank(p, x, product):
+    return jnp.sum(jnp.tanh(product(jnp.tanh(x @ p["w"]), p["a"], p["b"])) @ p["out"])
+
+
+def pairs(p, x, z, by=lambda z, bias: jnp.einsum("stc,ch->hst", z, bias)):
+    """An attention to which functions of pairs are added."""
+    q, k, v = (jnp.einsum("ti,ihd->htd", x, p[n]) for n in "qkv")
+    scores = q @ k.swapaxes(1, 2) + by(jnp.tanh(z @ p["z"]), p["bias"])
+    y = (jax.nn.softmax(scores) @ v).swapaxes(0, 1).reshape(5, 8)
+    return jnp.sum(jnp.tanh(y) @ p["out"])
+
+
+def added(p, x, by=jnp.add):
+    """Activations and a product of two parameters: positions, and a matrix."""
+    h = by(jnp.tanh(x @ p["square"]), p["pos"] @ p["project"])
+    return jnp.sum(jnp.tanh(h @ p["w"]) @ p["out"])
+
+
+def two_attentions(p, x):
+    """Learned queries attend to each other, then to data."""
+    q, k, v = (p["rows"] @ p[name] for name in "qkv")
+    y = jax.nn.softmax(q @ k.T) @ v
+    z = jax.nn.softmax(y @ (x @ p["keys"]).T) @ (x @ p["values"])
+    return jnp.sum(jnp.tanh(z) @ p["out"])
+
+
 EXPERTS = {"gate": floats(6, 4), "w": floats(4, 6, 8), "out": floats(8, 3)}
 DENSE = {**EXPERTS, "w": floats(6, 4, 8)}  # experts in one kernel, as of DenseGeneral
 GRID = {**NET, "bias": floats(8)}
-OUT = {"out": floats(6, 3)}
+OUT, OUTPUTS = {"out": floats(6, 3)}, {"out": floats(8, 3)}
 
 
 def weighed_matrices(p, x):
@@ -1156,6 +1190,19 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         lambda p, x, frozen: net(
             p, x, w=lambda w: jnp.concatenate([frozen, w], 1).astype(jnp.bfloat16)
         ),
+    ),
+    "columns of one vector in rows": (MODEL, model, [IDS], in_columns),
+    "a low rank, transposed": (
+        {"w": floats(6, 8), "a": floats(9, 2), "b": floats(2, 8), "out": floats(9, 3)},
+        lambda p, x: low_rank(p, x, lambda h, a, b: (h @ b.T) @ a.T),
+        [X],
+        lambda p, x: low_rank(p, x, lambda h, a, b: h @ (a @ b).T),
+    ),
+    "one sequence without a batch": (
+        {**MODEL, "pos": floats(5, 6)},
+        lambda p, ids: net(p, p["emb"][ids][None] + p["pos"]),
+        [IDS],
+        lambda p, ids: net(p, p["emb"][ids] + p["pos"]),
     ),
     "a step": (NET, net, [X], step(net)),
     "clipped": (
@@ -1605,6 +1652,15 @@ UNFOLLOWED = {  # what becomes of a vector of three parameters, and is undone
         0, 7, lambda i, y: y.at[i].set(v.reshape(7, 18)[i]), jnp.zeros((7, 18))
     ),
     "rows by numbers": lambda v: v[np.arange(126).reshape(7, 18)],
+    "slices of a permutation in a loop": lambda v: lax.map(
+        lambda i: lax.dynamic_slice(v[ORDER], (63 * i,), (63,)), jnp.arange(2)
+    ).reshape(-1)[ORDER],
+    "written twice in a loop": lambda v: lax.fori_loop(
+        0,
+        2,
+        lambda i, y: lax.dynamic_update_slice(y, v, (126 * i,)),
+        jnp.zeros(252),
+    )[:126],
 }
 
 
@@ -1638,16 +1694,117 @@ def test_waves_beside_functions_of_other_parameters():
     assert labels == dict(codes="adamw", f="muon", out="adamw", v="muon", w="muon")
 
 
+LABELLED = {  # parameters, loss, arguments: and what is no kernel
+    "functions of pairs": (
+        {
+            **dict.fromkeys("qkv", floats(6, 2, 4)),
+            **{"z": floats(3, 6), "bias": floats(6, 2), "out": floats(8, 3)},
+        },
+        pairs,
+        [X, floats(5, 5, 3)],
+        {"out": "head"},
+    ),
+    "a graph": (
+        {"w": floats(6, 8), "out": floats(8, 3)},
+        lambda p, x, graph: (
+            -jnp.sum(
+                jax.nn.log_softmax(graph @ (jnp.tanh(graph @ x @ p["w"]) @ p["out"]))
+            )
+        ),
+        [X, floats(5, 5)],
+        {"out": "head"},
+    ),
+    "features of a teacher": (
+        {"w": floats(6, 8), "out": floats(8, 4)},
+        lambda p, x, teacher: jnp.sum(
+            jnp.einsum("bqd,bkd->bqk", jnp.tanh(x @ p["w"]) @ p["out"], teacher) ** 2
+        ),
+        [floats(2, 5, 6), floats(2, 7, 4)],
+        {"out": "head"},
+    ),
+    "frozen rows in a loop": (
+        {"w": floats(6, 8)},
+        lambda p, x, frozen: jnp.sum(lax.map(lambda row: x @ p["w"] @ row, frozen)),
+        [X, floats(3, 8)],
+        {},
+    ),
+    "positions and a matrix": (
+        {"square": floats(6, 6), "pos": floats(5, 4), "project": floats(4, 6), **NET},
+        added,
+        [floats(2, 5, 6)],
+        {"pos": "input", "out": "head"},
+    ),
+    "scales and a matrix": (
+        {"square": floats(6, 6), "pos": floats(5, 4), "project": floats(4, 6), **NET},
+        functools.partial(added, by=jnp.multiply),
+        [floats(2, 5, 6)],
+        {"pos": "input", "out": "head"},
+    ),
+    "queries before two matrices": (
+        {"q": floats(5, 6), "b": floats(6, 7), "c": floats(7, 8), "out": floats(8, 3)},
+        lambda p, x: jnp.sum((x * jnp.tanh(p["q"] @ p["b"] @ p["c"])) @ p["out"]),
+        [floats(5, 8)],
+        {"q": "input", "out": "head"},
+    ),
+    "queries in two attentions": (
+        {
+            **dict.fromkeys(("q", "k", "v", "keys"), floats(6, 4)),
+            **{"rows": floats(9, 6), "values": floats(6, 8), "out": floats(8, 3)},
+        },
+        two_attentions,
+        [X],
+        {"rows": "input", "out": "head"},
+    ),
+    "a branch by an argmax": (
+        {
+            "gate": floats(6, 2),
+            "a": floats(6, 8),
+            "b": floats(6, 8),
+            "out": floats(8, 3),
+        },
+        lambda p, x: jnp.sum(
+            lax.switch(
+                jnp.argmax(x.mean(0) @ p["gate"]),
+                [lambda x, w=p[name]: jnp.tanh(x @ w) for name in "ab"],
+                x,
+            )
+            @ p["out"]
+        ),
+        [X],
+        {"gate": "router", "out": "head"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_label(name):
+    params, loss, args, others = LABELLED[name]
+    matrices = jm.find_matrices(params, loss, *args)
+    found = {path: x.role for path, x in matrices.items() if x.label != "muon"}
+    assert found == others
+
+
+def test_a_solver_that_is_not_transposed():
+    def loss(p, x):
+        y = lax.custom_linear_solve(lambda y: p["a"] @ y, x[0], lambda _, b: b)
+        return net(p, y[None])
+
+    with pytest.raises(ValueError, match="it goes into custom_linear_solve"):
+        jm.find_matrices({"a": floats(6, 6), **NET}, loss, X)
+
+
 def test_a_use_without_a_product_is_a_use():
-    """A sorted table, and a learned image."""
+    """A sorted table, a learned image, and a state in one of two branches."""
 
     def loss(p, x):
+        x = lax.cond(x.sum() > 0, lambda: p["state"], lambda: jnp.tanh(x))
         y = jnp.tanh(convolved(p["image"], p["kernel"]))
         return jnp.sum((x + jnp.sort(p["levels"])[0]) @ p["w"]) + jnp.sum(y**2)
 
     found = jm.find_matrices(
         {
             "levels": floats(4, 6),
+            "state": floats(5, 6),
             "w": floats(6, 8),
             "image": floats(1, 9, 3),
             "kernel": floats(3, 3, 6),
@@ -1655,7 +1812,8 @@ def test_a_use_without_a_product_is_a_use():
         loss,
         X,
     )
-    assert found["levels"].role == found["image"].role == "elementwise"
+    roles = {found[name].role for name in ("levels", "image", "state")}
+    assert roles == {"elementwise"}
 
 
 def test_a_first_state_is_used():

@@ -117,7 +117,7 @@ class Product:
         """The operand (0 or 1) that is the parameter in this product, or None."""
         may_be = [self._may_be_weight(i) for i in (0, 1)]
         if may_be == [True, True]:  # (x * r) @ w, of x (6,), r (4, 6) and w (6, 8)
-            by_data = [x.data and not (x.noise or x.picked) for x in self.values]
+            by_data = [x.data and not x.picked for x in self.values]
             may_be = [not x for x in by_data] if any(by_data) else may_be
         if may_be == [True, True]:
             # A parameter that is repeated along an axis is like data, and so is a
@@ -249,8 +249,7 @@ def _as_scores(
     wide = any(_is_wide(trace.shapes[x.path], x.sides) for x in uses)
     is_last = _is_last(weight, product.contract[i], trace.shapes)
     for use in uses if wide and is_last else ():
-        if weight.inner(use.path):
-            trace.note("either", use)
+        trace.note("either", use)
 
     def may_be_input(use: Use) -> bool:
         is_matrix = weight.is_product and {IN} in use.sides.values()

@@ -66,11 +66,8 @@ def _put_together(y: Value, x: Value) -> dict[Use, frozenset[int]]:
     Returns the axes of such outputs.
     """
     for leaf in y.leaves.keys() & x.leaves.keys():
-        first, row = x.leaves[leaf][:1], y.leaves[leaf][1:]
-        is_apart = not axes_in(first) & axes_in(row)
-        is_same = row == x.leaves[leaf][1:]  # of w (6, 8) as (4, 12), both have axis 1
-        if not axes_in(y.leaves[leaf], [0]) and (is_apart or is_same):
-            y.leaves[leaf] = (*first, *row)
+        if not axes_in(y.leaves[leaf], [0]):
+            y.leaves[leaf] = (*x.leaves[leaf][:1], *y.leaves[leaf][1:])
     outputs = {}
     for use, parts in y.outputs.items():
         first = x.leaves.get(use.path, ())[:1]

@@ -25,7 +25,6 @@ from jax_muon.matrices.computation.values import (
     fitted,
     joined,
     joined_places,
-    place_of_rows,
     placed,
     reshaped,
     scattered,
@@ -84,14 +83,10 @@ def cut(
     single = [a for a in range(len(old)) if new[a] == 1 < old[a]]
 
     def part(parts: AxisParts) -> AxisParts:
-        each = [*enumerate(zip(parts, old, new, strict=True))]
-        fits = tuple(x if m == n else fitted(x, n) for _, (x, m, n) in each)
-        rows = place_of_rows(parts)
-        mixed = [
-            a
-            for a, (x, m, n) in each
-            if m != n and x and (a == rows or x[0].at == SCATTERED)
-        ]
+        each = zip(parts, old, new, strict=True)
+        fits = tuple(x if m == n else fitted(x, n) for x, m, n in each)
+        places = [a for a in joined_places(parts) if old[a] != new[a]]
+        mixed = [a for a in places if parts[a][0].at == SCATTERED]
         return scattered(fits, mixed if starts is None else (), LOST)
 
     def rest(parts: AxisParts) -> AxisParts:

@@ -290,7 +290,8 @@ class Trace:
         of the value.
         """
         if features is None:
-            rows = [leaf for leaf in value.leaves if self._has_rows(value, leaf)]
+            last = {leaf: len(self.shapes[leaf]) - 1 for leaf in value.leaves}
+            rows = [leaf for leaf, axis in last.items() if value.inner(leaf) == {axis}]
             if len(rows) != 1 or len(value.leaves) == 1:
                 features = {x: axes_in(of[-1:]) for x, of in value.leaves.items()}
             else:
@@ -315,11 +316,6 @@ class Trace:
             by_data = [x for x in self.uses[leaf].values() if not x.constant]
             if all(x.kind == "elementwise" for x in by_data):
                 self.inputs.setdefault(leaf, line)
-
-    def _has_rows(self, value: Value, leaf: str) -> bool:
-        """Whether another leaf met the last axis of a leaf."""
-        wide = [axis for axis, n in enumerate(self.shapes[leaf]) if n > 1]
-        return value.inner(leaf) == {*wide[-1:]}
 
     def given(self, value: Value, eqn: JaxprEqn) -> Value:
         """A value as data, although it may be made of leaves, which are used here.
