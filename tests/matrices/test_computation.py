@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
+from jax_muon.matrices.computation.trace import RULES
 from jax_muon.matrices.matrices import MatrixAxes
 from tests.programs.parts import floats
 from tests.recipes import RECIPES
@@ -225,3 +226,24 @@ def test_what_the_page_says(product, words, axes):
         floats(3, 5, 6),
     )
     assert found["w"].axes == (axes and MatrixAxes(*axes))
+
+
+def test_a_result_without_parameters():
+    with pytest.raises(ValueError, match="depends on none of the 1 parameters"):
+        jm.find_matrices({"w": floats(6, 8)}, lambda p, x: jnp.sum(x), floats(5, 6))
+
+
+def test_a_mistake_of_ours_says_what_to_write(monkeypatch):
+    """An error while a loss is followed is no bare KeyError."""
+
+    def broken(trace, eqn, values):
+        raise KeyError("tanh")
+
+    monkeypatch.setitem(RULES, "tanh", broken)
+    words = r"loss.* could not be followed, .* KeyError\('tanh'\); expected labels"
+
+    def loss(p, x):
+        return jnp.sum(jnp.tanh(x @ p["w"]))
+
+    with pytest.raises(ValueError, match=words):
+        jm.find_matrices({"w": floats(6, 8)}, loss, floats(5, 6))

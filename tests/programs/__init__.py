@@ -30,7 +30,9 @@ loss of a function of x and the parameters alone. An answer is
 
 from tests.programs import (  # noqa: F401
     attention,
+    circuits_and_fields,
     experts,
+    forecasts_and_detectors,
     kinds,
     later,
     layers,

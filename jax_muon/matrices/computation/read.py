@@ -38,25 +38,42 @@ def read_uses(
     computed.
 
     Raises:
-      ValueError: the result does not depend on any parameter.
+      ValueError: the result does not depend on any parameter, or cannot be followed.
     """
     leaves, readings = _arrays(params), []
-    shapes = {path: tuple(x.shape) for path, x in leaves}
     for jaxpr, constants in _traced(function, params, args):
-        trace = follow(jaxpr, constants, shapes)
-        if leaves and not any(trace.uses.values()):
+        try:
+            read = _read(jaxpr, constants, leaves, splits)
+        except Exception as error:
+            raise ValueError(
+                f"{function} could not be followed, a mistake of jax_muon: {error!r}; "
+                "expected labels instead of a loss until it is mended, as {'embed': "
+                "'adamw', '*': 'muon'}"
+            ) from error
+        if leaves and all(x.role == "unused" for x in read):
             raise ValueError(
                 f"the result of {function} depends on none of the {len(leaves)} param"
                 "eters; expected the loss, or a model's apply, as a function of them"
             )
-        read, found = [], decide.evidence(trace)
-        for path, leaf in leaves:
-            is_split = any(trees.matches(pattern, path) for pattern in splits)
-            read.append(decide.parameter(path, leaf, trace, found, is_split))
-        if all(x.axes is None and x.label != MUON for x in read):
-            read = [decide.doubted(x, trace) for x in read]
-        readings.append(decide.with_agreeing_layers(read, trace))
+        readings.append(read)
     return [*map(decide.agreeing, *readings)] if len(readings) > 1 else readings[0]
+
+
+def _read(
+    jaxpr: Jaxpr,
+    constants: Sequence[Array],
+    leaves: Sequence[tuple[str, Shaped]],
+    splits: Collection[str],
+) -> list[Parameter]:
+    """How a traced function uses each of these leaves."""
+    trace = follow(jaxpr, constants, {path: tuple(x.shape) for path, x in leaves})
+    read, found = [], decide.evidence(trace)
+    for path, leaf in leaves:
+        is_split = any(trees.matches(pattern, path) for pattern in splits)
+        read.append(decide.parameter(path, leaf, trace, found, is_split))
+    if all(x.axes is None and x.label != MUON for x in read):
+        read = [decide.doubted(x, trace) for x in read]
+    return decide.with_agreeing_layers(read, trace)
 
 
 def follow(
