@@ -145,7 +145,7 @@ def readings(program):
     program = OWN.get(program) or PROGRAMS[program]
     try:
         return read_uses(program.loss, program.params, *program.args)
-    except (AssertionError, AttributeError, IndexError, StopIteration, TypeError) as e:
+    except ValueError as e:
         return repr(e)
 
 
