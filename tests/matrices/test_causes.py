@@ -1655,6 +1655,8 @@ UNFOLLOWED = {  # what becomes of a vector of three parameters, and is undone
     "slices of a permutation in a loop": lambda v: lax.map(
         lambda i: lax.dynamic_slice(v[ORDER], (63 * i,), (63,)), jnp.arange(2)
     ).reshape(-1)[ORDER],
+    "a permutation padded and cut": lambda v: jnp.pad(v[ORDER], (4, 4))[4:130][ORDER],
+    "a part of a permutation, padded": lambda v: jnp.pad(v[ORDER][:100], (0, 26)),
     "written twice in a loop": lambda v: lax.fori_loop(
         0,
         2,

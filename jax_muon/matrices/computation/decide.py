@@ -292,7 +292,7 @@ class Leaf:
 
     def at(self, *kinds: str) -> str:
         """The lines of the user's code, for a message."""
-        uses = sorted(self.uses, key=lambda use: use.number)
+        uses = sorted(self.every, key=lambda use: use.number)
         lines = [use.line for use in uses if use.kind in kinds and use.line]
         return f" at {', '.join([*dict.fromkeys(lines)][:3])}" if lines else ""
 
@@ -427,9 +427,8 @@ def _embedding(leaf: Leaf) -> Answer | None:
     is_expert = any(x.is_picked and x.kind == "contracted" for x in leaf.every)
     if "picked" not in kinds or is_expert:
         return None
-    uses = [use.line for use in leaf.every if use.kind == "picked" and use.line]
-    at = f" at {', '.join([*dict.fromkeys(uses)][:3])}" if uses else ""
-    return ADAMW, "embedding", f"rows picked by integers{at}", None
+    reason = f"rows picked by integers{leaf.at('picked')}"
+    return ADAMW, "embedding", reason, None
 
 
 def _hidden(leaf: Leaf) -> Answer | None:
