@@ -1534,6 +1534,12 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         [X],
         functools.partial(smear, roll=lambda x, axis: jnp.roll(x, 1, axis)),
     ),
+    "mixed matrices rolled back": (
+        EXPERTS,
+        smear,
+        [X],
+        functools.partial(smear, roll=lambda x, axis: jnp.roll(x, -1, axis)),
+    ),
     "one matrix of three by numbers": (
         {**NET, "numbers": floats(3), "w": floats(3, 6, 8)},
         weighed_matrices,

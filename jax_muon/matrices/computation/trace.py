@@ -159,11 +159,8 @@ class Trace:
         results, sources = value.results, value.sources
         if len(results) <= 8 and len(sources) <= 8:
             return value
-        if len(results) > 8:
-            results = {x: of for x, of in results.items() if x not in self.taken}
-        if len(sources) > 8:
-            sources -= self.taken
-        return replace(value, results=results, sources=sources)
+        results = {x: of for x, of in results.items() if x not in self.taken}
+        return replace(value, results=results, sources=sources - self.taken)
 
     def _settled(self, value: Value) -> Value:
         """Learned queries and the like as data; unless the value has other leaves."""
