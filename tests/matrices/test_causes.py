@@ -1227,6 +1227,14 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
             p, x, lambda y: jnp.exp(y - jax.nn.logsumexp(y, -1, keepdims=True))
         ),
     ),
+    "exponentials over their mean": (
+        DENSE,
+        softmax_by(),
+        [X],
+        lambda p, x: experts(
+            p, x, lambda y: jnp.exp(y) / jnp.exp(y).mean(-1, keepdims=True)
+        ),
+    ),
     "gates in a branch": (
         DENSE,
         softmax_by(),

@@ -227,10 +227,9 @@ def _beside_masks(op: Operation) -> list[Value]:
 
 
 def _is_exponential(op: Operation) -> bool:
-    """Whether it is a power of a constant, to data or leaves."""
-    if op.name not in ("exp", "exp2", "pow"):
-        return False
-    return op.name != "pow" or not (op.values[0].data or op.values[0].leaves)
+    """Whether it is a power of a constant."""
+    is_constant = not any(x.data or x.leaves for x in op.values[:1])
+    return op.name in ("exp", "exp2") or (op.name == "pow" and is_constant)
 
 
 def _softmax(op: Operation) -> str:
