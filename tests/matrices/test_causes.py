@@ -1800,6 +1800,26 @@ def test_label(name):
     assert found == others
 
 
+def test_an_axis_that_is_summed_before_a_product():
+    """Of w (6, 4, 8), x (5, 6) @ w.sum(1) shows no side of axis 1."""
+
+    def loss(p, x):
+        return net(p, x, w=lambda w: w.sum(1))
+
+    with pytest.raises(ValueError, match="axis 1 is neither in nor out"):
+        jm.find_matrices({"w": floats(6, 4, 8), "out": floats(8, 3)}, loss, X)
+
+
+def test_random_keys_beside_data_that_is_closed_over():
+    ids, keys = jnp.arange(5), jax.random.split(jax.random.key(0), 5)
+
+    def loss(p, keys):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (6,)))(keys)
+        return model(p, ids) + 0 * noise.sum()
+
+    assert reading(MODEL, loss, [keys]) == reading(MODEL, model, [IDS])
+
+
 def test_a_solver_that_is_not_transposed():
     def loss(p, x):
         y = lax.custom_linear_solve(lambda y: p["a"] @ y, x[0], lambda _, b: b)
