@@ -1811,13 +1811,16 @@ def test_an_axis_that_is_summed_before_a_product():
 
 
 def test_random_keys_beside_data_that_is_closed_over():
-    ids, keys = jnp.arange(5), jax.random.split(jax.random.key(0), 5)
+    x, keys = jnp.ones((5, 6)), jax.random.split(jax.random.key(0), 5)
+
+    def linear(p, x):
+        return jnp.sum((x @ p["out"]) ** 2)
 
     def loss(p, keys):
         noise = jax.vmap(lambda key: jax.random.normal(key, (6,)))(keys)
-        return model(p, ids) + 0 * noise.sum()
+        return linear(p, x) + 0 * noise.sum()
 
-    assert reading(MODEL, loss, [keys]) == reading(MODEL, model, [IDS])
+    assert reading(OUT, loss, [keys]) == reading(OUT, linear, [X])
 
 
 def test_a_solver_that_is_not_transposed():
