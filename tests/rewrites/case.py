@@ -91,9 +91,13 @@ DOCUMENTED = {
         ("sizes: equal widths", "product_in_a_kernel"),
         ("loss: a jvp inside", "product_in_a_kernel"),
     ],
-    "where a function follows, as in `tanh(grid @ w)`, it is data": [
-        ("parameter: rotated and back", "selective_state_space"),
-        ("parameter: rotated and back in front", "selective_state_space"),
+    "where a function follows, as in `tanh(grid @ w)`, or data multiplies": [
+        (f"parameter: rotated and back{where}", name)
+        for where in ("", " in front")
+        for name in (
+            *("graph_attention", "hyperbolic_classes", "multivectors"),
+            *("queries_and_hidden_units_make_gates", "rwkv7", "selective_state_space"),
+        )
     ],
     "learned queries and kernels of relative positions may be misread": [
         (f"sizes: one position{others}", name)
