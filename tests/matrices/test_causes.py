@@ -869,6 +869,52 @@ def tables_of_layers(p, ids, rows=lambda e, w, ids: e[ids] @ w):
     return jnp.sum(sum(jnp.tanh(rows(e, w, ids)) for e, w in layers) @ p["out"])
 
 
+FEATURES = np.random.default_rng(1).normal(size=(7, 6)).astype("f")
+EDGES = np.array([[0, 1, 2, 3, 4, 5, 6, 0], [1, 2, 3, 4, 5, 6, 0, 3]])
+
+
+def of_fixed_graph(p, y, features=lambda y: FEATURES):
+    """A graph network of one graph, which the loss closes over."""
+    z = (features(y) @ p["w"])[EDGES[0]]
+    z = jax.nn.relu(jax.ops.segment_sum(z, EDGES[1], 7))
+    return jnp.sum((z @ p["out"] - y) ** 2)
+
+
+def of_items(p, ids, features=lambda ids: FEATURES):
+    """Rows of the features of all items, which the loss closes over."""
+    return jnp.sum(jnp.tanh(features(ids) @ p["w"])[ids] @ p["out"])
+
+
+def of_attention_in_a_graph(p, y, features=lambda y: FEATURES):
+    z = features(y) @ p["w"]
+    return jnp.sum(((jax.nn.sigmoid(z @ p["a"])[:, None] * z) @ p["out"] - y) ** 2)
+
+
+def spectra(p, x, each=jax.vmap):
+    """Eigenvalues of each sample's covariance, by another matrix."""
+    z = x @ p["a"]
+    values = jnp.linalg.eigvalsh(jnp.einsum("bti,btj->bij", z, z))
+    return jnp.sum(each(lambda e: (e @ p["w"]) ** 2)(values))
+
+
+def resized(p, x, rows=lambda w: w[5]):
+    """Positions that a constant matrix has resized, beside others."""
+    positions = jnp.concatenate([FEATURES[:4, :4] @ p["a"], p["b"]])
+    return net(p, x + rows(positions) + positions[:4].sum(0))
+
+
+def by_counts(p, ids, counts=lambda m: jnp.histogram(m, 5)[0]):
+    rows = p["emb"][ids]
+    return jnp.sum(rows * counts(rows).max() @ p["out"])
+
+
+def with_relative(p, x, table=lambda w: jnp.pad(w, ((0, 1), (0, 0)))[:7]):
+    """Scores with a bias for each distance, of which one row is zeros."""
+    scores = (x @ p["q"]) @ (x @ p["k"]).T
+    bias = table(p["bias"])[np.arange(25).reshape(5, 5) % 7, 0]
+    return jnp.sum(jax.nn.softmax(scores + bias) @ x @ p["out"])
+
+
 def over_norms(p, ids, product=jnp.matmul):
     rows = p["emb"][ids]
     z = jnp.tanh(rows @ p["a"]) @ p["w"]
@@ -1617,6 +1663,52 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         tables_of_layers,
         [IDS],
         functools.partial(tables_of_layers, rows=lambda e, w, ids: (e @ w)[ids]),
+    ),
+    "features of a fixed graph": (
+        NET,
+        of_fixed_graph,
+        [floats(7, 3)],
+        functools.partial(of_fixed_graph, features=lambda y: FEATURES + 0 * jnp.sum(y)),
+    ),
+    "features of items": (
+        NET,
+        of_items,
+        [integers(5)],
+        functools.partial(of_items, features=lambda y: FEATURES + 0 * jnp.sum(y)),
+    ),
+    "attention in a fixed graph": (
+        {**NET, "a": floats(8)},
+        of_attention_in_a_graph,
+        [floats(7, 3)],
+        functools.partial(
+            of_attention_in_a_graph, features=lambda y: FEATURES + 0 * jnp.sum(y)
+        ),
+    ),
+    "eigenvalues one by one": (
+        {"a": floats(6, 4), "w": floats(4, 8)},
+        spectra,
+        [floats(3, 5, 6)],
+        functools.partial(spectra, each=lambda f: functools.partial(lax.map, f)),
+    ),
+    "rows beside moved ones": (
+        {**NET, "a": floats(4, 6), "b": floats(3, 6)},
+        resized,
+        [X],
+        functools.partial(resized, rows=lambda w: w[4:][1]),
+    ),
+    "a histogram of rows": (
+        {"emb": floats(9, 6), "out": floats(6, 3)},
+        by_counts,
+        [IDS],
+        functools.partial(by_counts, counts=lambda m: jnp.sum(m, 0)),
+    ),
+    "biases beside zeros": (
+        {"q": floats(6, 4), "k": floats(6, 4), "bias": floats(6, 1), **OUT},
+        with_relative,
+        [X],
+        functools.partial(
+            with_relative, table=lambda w: jnp.zeros((7, 1)).at[:6].set(w)
+        ),
     ),
     "a frozen matrix in a jit": (NET, before_frozen, [X], jax.jit(before_frozen)),
     "data in a jit": (MODEL, of_global_ids, [], jax.jit(of_global_ids)),

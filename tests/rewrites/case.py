@@ -96,7 +96,8 @@ DOCUMENTED = {
         for where in ("", " in front")
         for name in (
             *("graph_attention", "hyperbolic_classes", "multivectors"),
-            *("queries_and_hidden_units_make_gates", "rwkv7", "selective_state_space"),
+            *("object_queries_of_one_image", "queries_and_hidden_units_make_gates"),
+            *("rwkv7", "selective_state_space"),
         )
     ],
     "learned queries and kernels of relative positions may be misread": [

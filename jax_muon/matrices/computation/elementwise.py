@@ -80,12 +80,16 @@ class Operation:
         return bool(self.made) and may_be and not is_clipped
 
 
-@rule(ELEMENTWISE)
-def _elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """An operation on each element; or one without a rule."""
-    shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
-    shapes = [shape_of(v) for v in eqn.invars]
-    return elementwise(trace, eqn, eqn.primitive.name, values, shapes, shape)
+@rule(ELEMENTWISE, "reduce")  # by a function of elements
+def _elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    """An operation on each element; or one without a rule.
+
+    Of eigenvectors (2, 5, 5) and eigenvalues (2, 5) only the former keep the axes.
+    """
+    made = [shape_of(v) for v in eqn.outvars]
+    shapes, shape = [shape_of(v) for v in eqn.invars], made[0] if made else ()
+    first = elementwise(trace, eqn, eqn.primitive.name, values, shapes, shape)
+    return [first if x == shape else first.without_axes(len(x)) for x in made]
 
 
 def elementwise(

@@ -97,6 +97,7 @@ def cut(
     sides = {  # one row of what a constant moved is a row
         leaf: {a: x for a, x in of.items() if a not in rows[leaf] or x != constant}
         for leaf, of in value.sides.items()
+        if leaf in leaves
     }
     return replace(value.moved(rest), leaves=leaves, sides=sides)
 
@@ -135,6 +136,7 @@ def _dynamic_slice(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     value, *indices = values
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     index, at = joined(indices), eqn.invars[1:]
+    value = _rows_as_data(trace, eqn, value, index)
     known = [int(x) for v in indices if (x := v.computed()) is not None]
     if len(known) == len(old):
         last = [n - m for n, m in zip(old, new, strict=True)]
@@ -156,6 +158,7 @@ def _dynamic_slice(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 @rule("gather")
 def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     (value, index), numbers = values[:2], eqn.params["dimension_numbers"]
+    value = _rows_as_data(trace, eqn, value, index)
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     gone = *numbers.collapsed_slice_dims, *numbers.operand_batching_dims
     kept = [a for a in range(len(old)) if a not in gone]
@@ -211,6 +214,12 @@ def _rows(eqn: JaxprEqn, index: Value, rows: Sequence[int]) -> dict[int, list[in
                 return {}
             along.setdefault(rows[turns[0]], []).append(of)
     return along if {*along} >= {*wide} else {}
+
+
+def _rows_as_data(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
+    """Rows that data picks of tanh(grid @ w), of a constant grid, are data."""
+    is_function = value.activated and value.constant and not value.data
+    return trace.given(value, eqn) if index.data and is_function else value
 
 
 def pick(
@@ -352,7 +361,8 @@ def _replaced(
         if index.turns == {loop} and len(rows) == 1:  # a row in each turn
             updates.joined_again(leaf, rows[0], axis, shape[rows[0]])
     if index.data and not any(x.data or x.leaves for x in (array, updates)):
-        return replace(index, results={}, one_hot=True)  # zeros.at[ids].set(1.0)
+        counts = index.without_axes(len(shape))  # zeros.at[ids].set(1.0)
+        return replace(counts, results={}, one_hot=True)
     return _together(trace, eqn, [array, updates])
 
 

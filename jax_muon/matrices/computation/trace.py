@@ -199,9 +199,8 @@ class Trace:
             if key not in self._numbers:
                 self._numbers[key] = len(self._numbers), jaxprs.line_of(calls)
             known = value.sides.get(leaf, {}).items()
-            is_lost = leaf not in value.picked and any(
-                of_axis and of_axis[0].at == LOST for of_axis in parts
-            )
+            is_matrix = kind != "elementwise" and leaf not in value.picked
+            is_lost = is_matrix and any(x and x[0].at == LOST for x in parts)
             use = Use(
                 self._numbers[key][0],
                 leaf,
@@ -294,6 +293,13 @@ class Trace:
             else:
                 features = {x: axes_in(of) for x, of in value.leaves.items()}
                 features |= {rows[0]: set()}
+        # Of sigmoid(x @ w @ v), of a constant x and a vector v, x has the rows.
+        features = {
+            leaf: {
+                a for a in of if CONSTANT not in value.sides.get(leaf, {}).get(a, ())
+            }
+            for leaf, of in features.items()
+        }
         for leaf in features if any(features.values()) else ():
             if len(value.inner(leaf)) == 1 and not features[leaf]:
                 line = jaxprs.line_of((*self._calls, eqn))
@@ -324,7 +330,7 @@ class Trace:
         for leaf, parts in value.leaves.items():
             one = replace(value, leaves={leaf: parts})
             known = value.sides.get(leaf, {}).items()
-            inside = {axis for axis, x in known if x == {CONSTANT}}
+            inside = {axis for axis, x in known if x - {SUMMED} == {CONSTANT}}
             if inside >= axes_in(parts):  # by constants on both sides
                 inside -= axes_in(parts[-1:])
             if inside and not value.data:
@@ -335,7 +341,7 @@ class Trace:
                 results |= dict.fromkeys(made, parts)
             else:
                 self.use(one, "elementwise", eqn)
-        value = replace(value, data=True, beside_given=False, leaves={})
+        value = replace(value, data=True, beside_given=False, leaves={}, sides={})
         return replace(value, sources=sources, results=results)
 
     def routes(self, chosen: Value, others: Sequence[Value]) -> frozenset[Use]:

@@ -347,6 +347,10 @@ class Value:
             results={x: change(parts) for x, parts in self.results.items()},
         )
 
+    def without_axes(self, ndim: int) -> "Value":
+        """The same with `ndim` axes that are no leaf's and no use's."""
+        return self.moved(lambda _: ((),) * ndim)
+
     def axes_in(self, places: Collection[int]) -> dict[str, set[int]]:
         """The axes of each leaf in some axes of the value."""
         return {leaf: axes_in(parts, places) for leaf, parts in self.leaves.items()}
