@@ -168,6 +168,12 @@ def on_devices(function, *x):
     )(*x)
 
 
+def gathered_twice(w):
+    """A matrix from its halves (3, 8), summed in halves (2, 3, 8) and gathered."""
+    halves = lax.all_gather(w, "d")
+    return lax.all_gather(lax.psum_scatter(halves, "d") / 2, "d", tiled=True)
+
+
 def mean_of_two(p, x, mean):
     y = mean(lambda w, v: jnp.tanh(x @ w) @ v, p["w"], p["v"])
     return jnp.sum(jnp.tanh(y) @ p["out"])
@@ -1250,6 +1256,12 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         [IDS],
         lambda p, ids: net(p, p["emb"][ids] + p["pos"]),
     ),
+    "scattered whole": (
+        NET,
+        net,
+        [X],
+        of(functools.partial(on_devices, gathered_twice)),
+    ),
     "a step": (NET, net, [X], step(net)),
     "clipped": (
         GRID,
@@ -1854,6 +1866,14 @@ LABELLED = {  # parameters, loss, arguments: and what is no kernel
         [floats(5, 8)],
         {"q": "input", "out": "head"},
     ),
+    "queries by constants": (
+        {"q": floats(6, 7), "w": floats(7, 8), "out": floats(8, 3)},
+        lambda p, x: jnp.sum(
+            (x * jnp.tanh(np.ones((5, 6), np.float32) @ p["q"] @ p["w"])) @ p["out"]
+        ),
+        [floats(5, 8)],
+        {"q": "input", "out": "head"},
+    ),
     "queries in two attentions": (
         {
             **dict.fromkeys(("q", "k", "v", "keys"), floats(6, 4)),
@@ -2036,6 +2056,13 @@ def test_a_branch_on_the_number_of_samples_is_an_error():
     assert jm.find_matrices(square, loss, floats(2, 6))["out"].role == "head"
     with pytest.raises(ValueError, match=r"one sample \(\w+\) and three \(\w+\) are"):
         jm.find_matrices(square, loss, floats(1, 6))
+
+
+def test_a_branch_on_the_number_of_samples_that_changes_no_reading():
+    def loss(p, x):
+        return net(p, x) if len(x) == 1 else net(p, 2 * x)
+
+    assert reading(NET, loss, [floats(1, 6)]) == reading(NET, net, [X])
 
 
 def test_many_blocks_in_a_scan_in_a_scan():
