@@ -891,11 +891,6 @@ def of_items(p, ids, features=lambda ids: FEATURES):
     return jnp.sum(jnp.tanh(features(ids) @ p["w"])[ids] @ p["out"])
 
 
-def of_attention_in_a_graph(p, y, features=lambda y: FEATURES):
-    z = features(y) @ p["w"]
-    return jnp.sum(((jax.nn.sigmoid(z @ p["a"])[:, None] * z) @ p["out"] - y) ** 2)
-
-
 def spectra(p, x, each=jax.vmap):
     """Eigenvalues of each sample's covariance, by another matrix."""
     z = x @ p["a"]
@@ -1687,14 +1682,6 @@ SAME = {  # what is rewritten: parameters, loss, arguments, and another loss
         of_items,
         [integers(5)],
         functools.partial(of_items, features=lambda y: FEATURES + 0 * jnp.sum(y)),
-    ),
-    "attention in a fixed graph": (
-        {**NET, "a": floats(8)},
-        of_attention_in_a_graph,
-        [floats(7, 3)],
-        functools.partial(
-            of_attention_in_a_graph, features=lambda y: FEATURES + 0 * jnp.sum(y)
-        ),
     ),
     "eigenvalues one by one": (
         {"a": floats(6, 4), "w": floats(4, 8)},

@@ -96,8 +96,7 @@ DOCUMENTED = {
         for where in ("", " in front")
         for name in (
             *("graph_attention", "hyperbolic_classes", "multivectors"),
-            *("object_queries_of_one_image", "queries_and_hidden_units_make_gates"),
-            *("rwkv7", "selective_state_space"),
+            *("queries_and_hidden_units_make_gates", "rwkv7", "selective_state_space"),
         )
     ],
     "learned queries and kernels of relative positions may be misread": [

@@ -293,13 +293,6 @@ class Trace:
             else:
                 features = {x: axes_in(of) for x, of in value.leaves.items()}
                 features |= {rows[0]: set()}
-        # Of sigmoid(x @ w @ v), of a constant x and a vector v, x has the rows.
-        features = {
-            leaf: {
-                a for a in of if CONSTANT not in value.sides.get(leaf, {}).get(a, ())
-            }
-            for leaf, of in features.items()
-        }
         for leaf in features if any(features.values()) else ():
             if len(value.inner(leaf)) == 1 and not features[leaf]:
                 line = jaxprs.line_of((*self._calls, eqn))
