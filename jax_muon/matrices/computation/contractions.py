@@ -209,7 +209,6 @@ def _of_weight(trace: Trace, product: Product, i: int) -> Value:
         # outputs. With x[i] @ w[i] it does, and they are a batch, as are layers, of
         # which an outer loop takes one at a time.
         rows = [(x, a) for (x, a), n in weight.rows.items() if n not in other.turns]
-
         own = [a for x, a in rows if x == use.path]
         trace.note("in turns", use, own[-1:])
     _note_factor(trace, product, i, other, uses)
@@ -321,7 +320,6 @@ def _of_activations(trace: Trace, product: Product) -> Value:
     """
     values, eqn = product.values, product.eqn
     result = _mixed(values)
-
     for i, value in enumerate(values):
         result.choice -= trace.routes(values[1 - i], [value])
         trace.use(value, "elementwise", eqn)

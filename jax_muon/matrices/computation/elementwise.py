@@ -75,7 +75,6 @@ class Operation:
         leaves = {leaf for x in self.made for leaf in x.leaves}
         is_raw = len(leaves) == 1 and not any(any(x.sides.values()) for x in self.made)
         is_clipped = is_raw and (self.name == "max" or self.chooses_by_itself)
-
         may_be = self.name in _ACTIVATIONS or self.chooses_by_itself
         return bool(self.made) and may_be and not is_clipped
 
@@ -104,7 +103,6 @@ def elementwise(
     if name in SUMS and any(x.leaves and x.has_all(shape) for x in values):
         values = [Value() if x.is_gradient else x for x in values]  # a step in the loss
     values = _with_grids_as_data(trace, eqn, values)
-
     made = [x for x in values if x.leaves]
     active = [x for x in values if x.data and not x.leaves and not x.noise]
     fits = all(_fits(x, shape) for x in shapes) and name not in _HIDING
@@ -205,7 +203,6 @@ def _described(op: Operation, result: Value) -> Value:
         result.activated |= any(
             not x.has_all(op.shape, places) for x in made for places in moved
         )
-
     result.activated |= op.is_function
     if _is_exponential(op):
         result.exponential = frozenset(
@@ -393,7 +390,6 @@ def _note_gates(op: Operation, result: Value) -> None:
             kind = "gated" if values[i].are_gates else "scaled"
             for use, parts in values[j].outputs.items():
                 op.trace.note(kind, use, axes_in(parts, places))
-
         both = [*zip(op.shapes[i], op.shapes[j], strict=False)]
         alone = [n > 1 == m for n, m in both]
         # No inputs are made of a mask (4, 1, 16, 16), by a softmax (4, 3, 16, 16).

@@ -138,7 +138,6 @@ def _repeat(
         trace.forget(seen)  # of the first turns, which may see zeros instead of data
         unknown = [replace(x, numbers=None) for x in turning(carry)]
         results = trace.call(eqn, body, [*constants, *unknown, *rows])
-
         results = [*map(outside, results)]
         before, pairs = carry, zip(carry, results, strict=False)
         carry = [_meet(trace, eqn, *pair) for pair in pairs]

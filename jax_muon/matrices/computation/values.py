@@ -459,7 +459,6 @@ def joined(values: Sequence[Value]) -> Value:
                 results.setdefault(x, parts)
     data = [value for value in values if value.data]
     states = {value.softmax for value in data}
-
     return Value(
         data=bool(data),
         noise=bool(data) and all(value.noise for value in data),
