@@ -320,6 +320,12 @@ def _of_activations(trace: Trace, product: Product) -> Value:
     """
     values, eqn = product.values, product.eqn
     result = _mixed(values)
+    if any(product.is_constant):  # an identity changes nothing
+        result.one_hot = any(
+            x.one_hot and y.selects(of)
+            for x, y, of in zip(values, values[::-1], product.free[::-1], strict=True)
+        )
+        result.softmax = next((x.softmax for x in values if x.data), "")
     for i, value in enumerate(values):
         result.choice -= trace.routes(values[1 - i], [value])
         trace.use(value, "elementwise", eqn)

@@ -13,6 +13,7 @@ from jax_muon.base.jaxprs import shape_of
 from jax_muon.matrices.computation.moves import cut, reduced
 from jax_muon.matrices.computation.trace import ELEMENTWISE, RULES, Trace, rule
 from jax_muon.matrices.computation.values import (
+    AxisPart,
     Edge,
     Use,
     Value,
@@ -69,11 +70,17 @@ def _put_together(y: Value, x: Value) -> dict[Use, frozenset[int]]:
         if not axes_in(y.leaves[leaf], [0]):
             y.leaves[leaf] = (*x.leaves[leaf][:1], *y.leaves[leaf][1:])
     outputs = {}
-    for use, parts in y.outputs.items():
-        first = x.leaves.get(use.path, ())[:1]
+    for result, parts in y.results.items():
+        if isinstance(result, Use):
+            first = x.leaves.get(result.path, ())[:1]
+        else:  # of scores, the axis of the operand whose rows x has
+            paths = [{use.path for use in uses} for uses in result.operands]
+            of = [i for i in (0, 1) if paths[i] & x.leaves.keys()]
+            first = tuple((AxisPart(i, 1, 2),) for i in of if len(of) == 1)
         if first and not axes_in(parts, [0]):
-            y.results[use] = (*first, *parts[1:])
-            outputs[use] = frozenset(axes_in(first))
+            y.results[result] = (*first, *parts[1:])
+            if isinstance(result, Use):
+                outputs[result] = frozenset(axes_in(first))
     return outputs
 
 
