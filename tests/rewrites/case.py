@@ -87,6 +87,9 @@ DOCUMENTED = {
             *("hyena", "image_by_its_coordinates", "lora_merged_into_frozen_matrices"),
         )
     ],
+    "or the last layer of a hypernetwork": [
+        (f"lookups: {how}", "relations_of_bases") for how in ("one by one", "by vmap")
+    ],
     "passes it to a kernel that hides it": [
         ("sizes: equal widths", "product_in_a_kernel"),
         ("loss: a jvp inside", "product_in_a_kernel"),

@@ -12,7 +12,6 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jax_muon.base.jaxprs import shape_of
@@ -176,8 +175,6 @@ def _moved(trace: Trace, product: Product, i: int) -> Value:
     moves w: axis 0 is q's now, and marked unless q only permutes.
     """
     weight, other = product.values[i], product.values[1 - i]
-    if other.is_zero:  # a state before its first step shows nothing of w
-        return Value(numbers=functools.partial(np.zeros, product.shape))
     change = product.placed if other.one_hot else product.turned
     result = weight.moved(functools.partial(change, i))
     if not other.one_hot and not other.selects(product.contract[1 - i]):

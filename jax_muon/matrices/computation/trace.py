@@ -142,7 +142,7 @@ class Trace:
             are_known = all(math.prod(shape_of(v)) <= _MOST for v in eqn.outvars)
         results = [
             replace(x, numbers=_numbers(eqn, values, i) if are_known else None)
-            if are_known or any(x.numbers is y.numbers for y in values)
+            if are_known or x.numbers
             else x
             for i, x in enumerate(results)
         ]

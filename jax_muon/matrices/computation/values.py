@@ -323,12 +323,6 @@ class Value:
             return np.asarray(self.numbers())
         return None
 
-    @property
-    def is_zero(self) -> bool:
-        """Whether it is a constant of zeros."""
-        x = self.computed()
-        return x is not None and not np.any(x)
-
     def selects(self, axes: Iterable[int]) -> bool:
         """Whether it is a constant with a single 1 along these axes, and else zeros.
 
