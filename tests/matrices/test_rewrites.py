@@ -27,6 +27,7 @@ def test_same_reading(title):
         ("x @ w: map over outputs", "stored_patterns"),
         ("x @ w: an identity before", "one_hot_embedding"),
         ("operations: sums by ones", "smear"),
+        ("loss: a gradient inside", "dora"),
     ],
 )
 def test_same_reading_of_one(title, name):

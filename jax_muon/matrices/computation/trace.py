@@ -159,8 +159,11 @@ class Trace:
         results, sources = value.results, value.sources
         if len(results) <= 8 and len(sources) <= 8:
             return value
-        results = {x: of for x, of in results.items() if x not in self.taken}
-        return replace(value, results=results, sources=sources - self.taken)
+        if len(results) > 8:
+            results = {x: of for x, of in results.items() if x not in self.taken}
+        if len(sources) > 8:
+            sources -= self.taken
+        return replace(value, results=results, sources=sources)
 
     def _settled(self, value: Value) -> Value:
         """Learned queries and the like as data; unless the value has other leaves."""
@@ -285,6 +288,8 @@ class Trace:
         its last axis. If both leaves are, or neither, features are along the last axis
         of the value.
         """
+        if self.is_transposed(eqn):
+            return
         if features is None:
             last = {leaf: len(self.shapes[leaf]) - 1 for leaf in value.leaves}
             rows = [leaf for leaf, axis in last.items() if value.inner(leaf) == {axis}]
