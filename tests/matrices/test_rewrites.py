@@ -28,6 +28,7 @@ def test_same_reading(title):
         ("x @ w: an identity before", "one_hot_embedding"),
         ("operations: sums by ones", "smear"),
         ("loss: a gradient inside", "dora"),
+        ("members: vmap", "codes_scale_features_of_a_grid"),
     ],
 )
 def test_same_reading_of_one(title, name):

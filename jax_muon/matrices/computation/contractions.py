@@ -116,7 +116,7 @@ class Product:
         """The operand (0 or 1) that is the parameter in this product, or None."""
         may_be = [self._may_be_weight(i) for i in (0, 1)]
         if may_be == [True, True]:  # (x * r) @ w, of x (6,), r (4, 6) and w (6, 8)
-            by_data = [x.data and not x.picked for x in self.values]
+            by_data = [x.data and not (x.noise or x.picked) for x in self.values]
             may_be = [not x for x in by_data] if any(by_data) else may_be
         if may_be == [True, True]:
             # A parameter that is repeated along an axis is like data, and so is a

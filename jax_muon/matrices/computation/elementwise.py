@@ -331,6 +331,7 @@ def _beside_data(op: Operation, made: Sequence[Value], result: Value) -> list[Va
         if op.fits and is_input and not is_whole:
             data = op.trace.given(value, op.eqn)
             result.sources |= data.sources
+            result.results |= data.results
             # By a vector, this is a product if it is summed over.
             for use in op.trace.use(value, "elementwise", op.eqn):
                 if op.name == "mul" and (parts := value.leaves[use.path]):
