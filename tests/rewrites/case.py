@@ -73,6 +73,8 @@ DOCUMENTED = {
     "a broadcast and a sum is elementwise": [
         ("x @ w: broadcast and summed", None),
         ("x @ w: a sum of rank one", None),
+        *((f"samples: {how}", "hyperbolic_classes") for how in ("map", "while_loop")),
+        ("samples: Python", "hyperbolic_classes"),
     ],
     "so is a matrix added to an argument": [
         ("operations: where by products", "masked_weights"),
