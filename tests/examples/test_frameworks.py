@@ -172,7 +172,7 @@ SHAPES = {"wte": (64, 16), "scale": (16,), "up": (16, 64), "down": (64, 16)}
 
 def test_diloco():
     """Every worker gets the updates of one alone, on separate devices."""
-    found = pages.run("DiLoCo")
+    found = pages.run("DiLoCo and ensembles")
     mesh, inner = found["mesh"], found["inner"]
     workers = mesh.shape["worker"]
     shared = trees.normal(SHAPES)
