@@ -248,8 +248,7 @@ def _as_scores(
         trace.note("either", use)
 
     def may_be_input(use: Use) -> bool:
-        is_matrix = weight.is_product and {IN} in use.sides.values()
-        return not is_matrix
+        return not (weight.is_product and {IN} in use.sides.values())
 
     inputs = frozenset(use.path for use in uses if may_be_input(use))
     operands = frozenset(uses), frozenset(other.outputs)

@@ -369,7 +369,11 @@ def _replaced(
 def _together(
     trace: Trace, eqn: JaxprEqn, parts: Sequence[Value], axis: int | None = None
 ) -> Value:
-    """An array of several parts; beside data, leaves are used elementwise."""
+    """An array of several parts; beside data, leaves are used elementwise.
+
+    Of tokens x (16, 24) under a learned one (1, 24), the token is used. But frozen
+    (24, 24) beside w (24, 40) along axis 1 may be one matrix: `beside_given` waits.
+    """
     if any(x.leaves for x in parts):  # beside noise they are no data
         parts = [x for x in parts if x.leaves or not x.noise]
     result = replace(joined(parts), results={})

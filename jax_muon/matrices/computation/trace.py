@@ -69,6 +69,7 @@ class Trace:
       met: the axes of other leaves that an axis of a leaf was contracted with.
       scaling: uses that multiply data by a leaf, where not only sums take the result.
       inputs: leaves that are used like data, such as learned queries: where.
+      unless_met: leaves that constants used like that: where; `settle` decides.
       closed_over: the value of an array that a function inside `jit` closes over.
     """
 
