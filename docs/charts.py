@@ -1,4 +1,4 @@
-"""Draws the charts of the pages, and a row of the README, from benchmarks/results.
+"""Draws the charts of the pages from benchmarks/results.
 
     python docs/charts.py
 
@@ -6,12 +6,13 @@ A test draws them again and compares, so the pages cannot disagree with the resu
 Charts are plain SVG, which follows a reader's light or dark theme.
 """
 
+import dataclasses
 import html
 import json
 import math
 import pathlib
-import re
 import statistics
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 DOCS = pathlib.Path(__file__).parent
@@ -20,17 +21,140 @@ STYLE = """\
 .t{fill:#24292f} .s{fill:#57606a;font-size:12px}
 .blue{fill:#4c8eda} .grey{fill:#8c959f} .orange{fill:#e8a33d} .green{fill:#5aa469}
 @media (prefers-color-scheme:dark){.t{fill:#e6edf3} .s{fill:#9aa4af}}"""
-CPUS = {"step_cpu.json": "Zen 4", "step_cpu_zen5.json": "Zen 5"}
-OPTAX = {
-    "optax, float32, scanned": "optax.contrib.muon",
-    "optax, float32, separate": "optax.contrib.muon",
-}
-MODELS = ["llama-1.3b", "llama-7b", "experts-7b", "llama-70b"]
-LAYOUTS = {
-    "zero2-divided": ("ZeRO-3", "blue"),
-    "hsdp": ("HSDP", "green"),
-    "fsdp-tp": ("FSDP x TP", "orange"),
-}
+BLUE, GREY, ORANGE, GREEN = "#4c8eda", "#8c959f", "#e8a33d", "#5aa469"
+Points = Sequence[tuple[float, float]]
+
+
+def results(name: str) -> Any:
+    """A committed file of results: JSON, or a list of lines of JSON."""
+    text = (RESULTS / name).read_text(encoding="utf-8")
+    return (
+        [*map(json.loads, text.splitlines())]
+        if name.endswith(".jsonl")
+        else json.loads(text)
+    )
+
+
+def svg(width: int, height: int, lines: Iterable[str]) -> str:
+    """A picture of these lines."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="13">'
+    )
+    return "\n".join([head, f"<style>\n{STYLE}\n</style>", *lines, "</svg>\n"])
+
+
+def label(x: float, y: float, text: str, anchor: str = "start", **more: str) -> str:
+    """Small text; `style="t"` makes it a heading."""
+    attributes = "".join(f' {k.replace("_", "-")}="{v}"' for k, v in more.items())
+    attributes = attributes.replace(" style=", " class=")
+    kind = "" if "style" in more else ' class="s"'
+    return (
+        f'<text{kind}{attributes} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">'
+        f"{html.escape(text)}</text>"
+    )
+
+
+def title(text: str) -> str:
+    """The heading of a picture."""
+    return label(0, 16, text, style="t", font_weight="bold")
+
+
+def legend(names: dict[str, str], x: float, y: float, step: float) -> list[str]:
+    """Names beside short bars of their colours, `step` apart."""
+    lines = []
+    for i, (name, color) in enumerate(names.items()):
+        at = x + step * i
+        lines += [
+            f'<rect fill="{color}" x="{at}" y="{y - 6}" width="14" height="4"/>',
+            label(at + 20, y, name),
+        ]
+    return lines
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """Axes in a box: `x_range` over its width, `y_range` up its height."""
+
+    left: float
+    upper: float
+    wide: float
+    high: float
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+    log_x: bool = False
+    log_y: bool = False
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """Where a point is in the picture."""
+        across = _share(x, self.x_range, self.log_x)
+        up = _share(y, self.y_range, self.log_y)
+        return self.left + self.wide * across, self.upper + self.high * (1 - up)
+
+    def axes(
+        self, x_ticks: Points, y_ticks: Points, x_title: str, y_title: str
+    ) -> list[str]:
+        """The box, its ticks as (value, shown) and the titles of both axes."""
+        bottom, middle = self.upper + self.high, self.upper + self.high / 2
+        lines = [
+            f'<rect fill="none" stroke="{GREY}" x="{self.left}" y="{self.upper}" '
+            f'width="{self.wide}" height="{self.high}"/>',
+            label(self.left + self.wide / 2, bottom + 32, x_title, "middle"),
+        ]
+        if y_title:
+            turned = f"rotate(-90 {self.left - 40:.1f} {middle:.1f})"
+            lines.append(
+                label(self.left - 40, middle, y_title, "middle", transform=turned)
+            )
+        for value, shown in x_ticks:
+            x, _ = self.place(value, self.y_range[0])
+            lines.append(label(x, bottom + 16, f"{shown:g}", "middle"))
+        for value, shown in y_ticks:
+            _, y = self.place(self.x_range[0], value)
+            lines += [
+                label(self.left - 6, y + 4, f"{shown:.2g}", "end"),
+                f'<path stroke="{GREY}" stroke-opacity="0.3" '
+                f'd="M{self.left},{y:.1f}h{self.wide}"/>',
+            ]
+        return lines
+
+    def line(self, points: Points, color: str, dash: str = "") -> str:
+        """A line through points."""
+        dash = f' stroke-dasharray="{dash}"' if dash else ""
+        return (
+            f'<polyline fill="none" stroke="{color}" stroke-width="1.5"{dash} '
+            f'points="{self._text(points)}"/>'
+        )
+
+    def band(self, low: Points, high: Points, color: str) -> str:
+        """The area between two lines."""
+        around = [*low, *reversed([*high])]
+        return (
+            f'<polygon fill="{color}" fill-opacity="0.25" '
+            f'points="{self._text(around)}"/>'
+        )
+
+    def dot(self, x: float, values: Sequence[float], color: str) -> list[str]:
+        """A mean, with a line from the least to the greatest value."""
+        (at, low), (_, high) = self.place(x, min(values)), self.place(x, max(values))
+        _, middle = self.place(x, statistics.fmean(values))
+        return [
+            f'<path stroke="{color}" d="M{at:.1f},{low:.1f}V{high:.1f}"/>',
+            f'<circle fill="{color}" cx="{at:.1f}" cy="{middle:.1f}" r="2.5"/>',
+        ]
+
+    def _text(self, points: Points) -> str:
+        return " ".join("{:.1f},{:.1f}".format(*self.place(*x)) for x in points)
+
+
+def _share(value: float, between: tuple[float, float], log: bool) -> float:
+    low, high = between
+    if log:
+        return math.log(value / low) / math.log(high / low)
+    return (value - low) / (high - low)
+
+
+# --- bars: how long a step waits -----------------------------------------------------
 
 
 class Bar(NamedTuple):
@@ -42,69 +166,15 @@ class Bar(NamedTuple):
     color: str
 
 
-Groups = dict[str, list[Bar]]  # by heading
-
-
-def results(name: str) -> list[dict[str, Any]]:
-    """A committed file of results."""
-    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
-
-
-def step_times() -> Groups:
-    """Seconds of a step of GPT-2 124M, optax's and ours, for each pair measured."""
-    groups: Groups = {}
-    for file, cpu in CPUS.items():
-        for row in results(file):
-            recipe, dtype, layout = row["ours"].split(", ")
-            name = OPTAX.get(row["theirs"])
-            if row["model"] == "gpt2-124m" and recipe == "nanochat" and name:
-                theirs, ours = row["theirs_s"], row["ours_s"]
-                text = f"{ours:.1f} s (ratio {row['ratio']:.2f})"
-                groups.setdefault(f"{cpu}, {layout} layers, {dtype}", []).extend(
-                    [
-                        Bar(name, theirs, f"{theirs:.1f} s", "grey"),
-                        Bar("jax_muon", ours, text, "blue"),
-                    ]
-                )
-    return groups
-
-
-MUONS = {
-    "optax.contrib.muon": ("optax.contrib.muon", "orange"),
-    "maxtext": ("MaxText, all-to-all", "grey"),
-    "jax_muon": ("jax_muon", "blue"),
+MODELS = ["llama-1.3b", "llama-7b", "experts-7b", "llama-70b"]
+LAYOUTS = {
+    "zero2-divided": ("ZeRO-3", "blue"),
+    "hsdp": ("HSDP", "green"),
+    "fsdp-tp": ("FSDP x TP", "orange"),
 }
 
 
-def on_meshes() -> dict[str, list[dict[str, Any]]]:
-    """Orthogonalization of Llama 7B by optax, MaxText and us, by the mesh."""
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for row in results("maxtext_muon.json"):
-        rows.setdefault(f"{row['shards']} x {row['replicas']}", []).append(row)
-    for some in rows.values():
-        some.sort(key=lambda row: [*MUONS].index(row["muon"]))
-    return rows
-
-
-def busiest() -> Groups:
-    """The work of the busiest device, and the bytes that it sends."""
-
-    def bar(name: str, color: str, flops: float, sent: str = "") -> Bar:
-        return Bar(name, flops, f"{flops / 1e12:.1f} TFLOP{sent}", color)
-
-    return {
-        f"shards x replicas: {mesh}": [
-            *(
-                bar(*MUONS[r["muon"]], r["flops"], f", {r['sent_bytes'] / 1e9:.1f} GB")
-                for r in rows
-            ),
-            bar("an even share", "green", rows[0]["even_flops"]),
-        ]
-        for mesh, rows in on_meshes().items()
-    }
-
-
-def waiting() -> Groups:
+def waiting() -> dict[str, list[Bar]]:
     """The share of a train step that waits for transfers, by layout."""
     order = [*LAYOUTS]
     rows = [
@@ -116,7 +186,7 @@ def waiting() -> Groups:
     rows.sort(
         key=lambda r: (MODELS.index(r["model"]), r["gpus"], order.index(r["layout"]))
     )
-    groups: Groups = {}
+    groups: dict[str, list[Bar]] = {}
     for row in rows:
         seconds = row["seconds_with_latencies"]
         wait = seconds["step"] - seconds["products"]
@@ -124,99 +194,47 @@ def waiting() -> Groups:
         text = f"{share:.0f} %, {1000 * wait:.0f} ms; {row['peak_bytes'] / 1e9:.0f} GB"
         case = f"{row['model']}, {row['gpus']} GPUs"
         name, color = LAYOUTS[row["layout"]]
-        bar = Bar(name, share, text, color)
-        groups.setdefault(case, []).append(bar)
+        groups.setdefault(case, []).append(Bar(name, share, text, color))
     return groups
 
 
-KINDS = {  # of operations in a profile: name and colour
-    "products": ("products by cuBLAS", "blue"),
-    "kernels": ("products by kernels", "green"),
-    "passes": ("passes over memory", "orange"),
-    "copies": ("copies", "grey"),
-}
-
-
-def on_a_card(name: str) -> list[Any]:
-    """The lines of a file of results/gpu."""
-    lines = (RESULTS / "gpu" / name).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def parts_of_steps() -> Groups:
-    """How steps on the H200 divide into products and passes over memory.
-
-    Bars are relative to the step of their model at 12c5a0b.
-    """
-    rows = {row.get("what"): row for row in on_a_card("h200.jsonl")}
-    groups: Groups = {}
-    for model in ("gpt2-124m", "gpt-1.3b"):
-        profiles = {
-            name: rows[f"{model} nanochat, bfloat16, scanned{where}, profile"]
-            for name, where in (("12c5a0b", ", in old"), ("now", ""))
-        }
-        total = sum(profiles["12c5a0b"]["by_kind_ms"].values())
-        for name, profile in profiles.items():
-            all_ms = sum(profile["by_kind_ms"].values())
-            heading = f"{MODEL_NAMES[model]}, {name}: {all_ms:.1f} ms"
-            groups[heading] = [
-                Bar(text, ms / total, f"{ms:.2f} ms", color)
-                for kind, (text, color) in KINDS.items()
-                if (ms := profile["by_kind_ms"].get(kind, 0)) > 0.01 * total
-            ]
-    return groups
-
-
-MODEL_NAMES = {"gpt2-124m": "GPT-2 124M", "gpt-1.3b": "GPT 1.3B"}
-
-
-def draw(title: str, groups: Groups) -> str:
+def bars(heading: str, groups: dict[str, list[Bar]]) -> str:
     """Horizontal bars in groups: the name before each, the text behind it."""
     left, width = 165, 640
-    longest = max(bar.value for bars in groups.values() for bar in bars)
+    longest = max(bar.value for some in groups.values() for bar in some)
     scale = (width - left - 150) / longest
-    y, lines = 20, [f'<text class="t" y="16" font-weight="bold">{title}</text>']
-    for heading, bars in groups.items():
+    y, lines = 20, [title(heading)]
+    for case, some in groups.items():
         y += 28
-        lines.append(f'<text class="t" y="{y}">{html.escape(heading)}</text>')
-        for bar in bars:
+        lines.append(label(0, y, case, style="t"))
+        for bar in some:
             y += 21
-            length = round(scale * bar.value, 1)
-            end = round(left + length + 6, 1)
+            length = scale * bar.value
             lines += [
-                f'<text class="s" x="{left - 8}" y="{y}" text-anchor="end">'
-                f"{html.escape(bar.name)}</text>",
+                label(left - 8, y, bar.name, "end"),
                 f'<rect class="{bar.color}" x="{left}" y="{y - 12}" '
-                f'width="{length}" height="15" rx="2"/>',
-                f'<text class="s" x="{end}" y="{y}">{bar.text}</text>',
+                f'width="{length:.1f}" height="15" rx="2"/>',
+                label(left + length + 6, y, bar.text),
             ]
     return svg(width, y + 12, lines)
 
 
-def svg(width: int, height: int, lines: list[str]) -> str:
-    """A picture of these lines."""
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="13">'
-    )
-    return "\n".join([head, f"<style>\n{STYLE}\n</style>", *lines, "</svg>\n"])
-
+# --- two layers in time --------------------------------------------------------------
 
 LANES = {"products": "blue", "all-gather": "green", "reduce-scatter": "orange"}
 
 
 def timeline() -> str:
     """One turn of the loops over layers, of two layers each: what is busy when."""
-    result: Any = results("layer_timeline.json")
+    result = results("layer_timeline.json")
     left, width, y = 110, 640, 24
     scale = (width - left - 10) / max(loop["length"] for loop in result["loops"])
-    title = f"Two layers of {result['model']} on {result['gpus']} H100s, estimated"
-    lines = [f'<text class="t" y="16" font-weight="bold">{title}</text>']
+    case = f"Two layers of {result['model']} on {result['gpus']} H100s, estimated"
+    lines = [title(case)]
     names = {"Forward": "layer i + 1", "Backward": "layer i - 1"}
     for (name, second), loop in zip(names.items(), result["loops"], strict=True):
         y += 24
-        text = f"{name}: {loop['length'] / 1000:.1f} ms"
-        lines.append(f'<text class="t" y="{y}">{text}</text>')
+        lines.append(label(0, y, f"{name}: {loop['length'] / 1000:.1f} ms", style="t"))
         for lane, color in LANES.items():
             busy = [x[1:3] for x in loop["transfers"] if x[0] == lane]
             if lane == "products":  # they leave no gaps
@@ -226,8 +244,7 @@ def timeline() -> str:
             if not busy:
                 continue
             y += 21
-            place = f'x="{left - 8}" y="{y}" text-anchor="end"'
-            lines.append(f'<text class="s" {place}>{lane}</text>')
+            lines.append(label(left - 8, y, lane, "end"))
             for start, end in busy:
                 x, length = left + scale * start, max(1, scale * (end - start) - 1)
                 lines.append(
@@ -242,12 +259,13 @@ def timeline() -> str:
     return svg(width, y + 8, lines)
 
 
+# --- losses by rate, on eight tasks --------------------------------------------------
+
+
 def tasks() -> dict[str, dict[str, Any]]:
     """Of eight tasks their width, AdamW's best rate, and losses by rate, in order."""
-    found: Any = results("rates_tasks.json")
-    by_task: dict[str, dict[str, Any]] = found["tasks"]
-    lines = (RESULTS / "rates.jsonl").read_text(encoding="utf-8").splitlines()
-    flax = [x for x in map(json.loads, lines) if "width" not in x["example"]]
+    by_task: dict[str, dict[str, Any]] = results("rates_tasks.json")["tasks"]
+    flax = [x for x in results("rates.jsonl") if "width" not in x["example"]]
     for x in sorted(flax, key=lambda x: (x["example"], x["rate"], x["seed"])):
         task = by_task.setdefault(x["example"], {"width": 128})
         by_rate = task.setdefault(x["optimizer"], {})
@@ -257,80 +275,126 @@ def tasks() -> dict[str, dict[str, Any]]:
     return by_task
 
 
-CURVES = {"adamw": "#8c959f", "nanochat": "#4c8eda", "moonlight": "#e8a33d"}
+CURVES = {"adamw": GREY, "nanochat": BLUE, "moonlight": ORANGE}
 
 
 def losses_by_rate() -> str:
-    """A panel for each task: the mean loss by rate, both axes logarithmic."""
-    wide, high, least, most = 250, 96, 7e-4, 0.7
-    title = "Final loss by rate, mean of the seeds; a ring marks the first rate"
-    lines = [f'<text class="t" y="16" font-weight="bold">{title}</text>']
-    for i, (name, color) in enumerate(CURVES.items()):
-        x = 46 + 110 * i
-        lines += [
-            f'<rect fill="{color}" x="{x}" y="28" width="14" height="4"/>',
-            f'<text class="s" x="{x + 20}" y="34">{name}</text>',
-        ]
-
-    def share(value: float, low: float, top: float) -> float:
-        return math.log(value / low) / math.log(top / low)
-
+    """A panel for each task: losses by rate, both axes logarithmic."""
+    lines = [
+        title("Final loss by learning rate; lines span one to three seeds"),
+        *legend(CURVES, 46, 36, 110),
+        label(380, 36, "ring: first rate of the table"),
+    ]
     for i, (task, found) in enumerate(tasks().items()):
-        left, upper = (46, 376)[i % 2], 62 + 150 * (i // 2)
-        lower = upper + high
-        means = {
-            name: {float(rate): statistics.fmean(x) for rate, x in found[name].items()}
+        by_rate = {
+            name: {float(rate): x for rate, x in sorted(found[name].items())}
             for name in CURVES
         }
-        heights = [loss for curve in means.values() for loss in curve.values()]
-        low, top = min(heights), max(heights)
+        losses = [x for curve in by_rate.values() for y in curve.values() for x in y]
+        low, high = min(losses), max(losses)
+        upper = 66 + 176 * (i // 2)
+        span = (low / 1.05, high * 1.05)
+        box = (46, 376)[i % 2], upper, 250, 96
+        panel = Panel(*box, (7e-4, 0.7), span, log_x=True, log_y=True)
+        ticks = [(x, x) for x in (low, (low * high) ** 0.5, high)]
+        rates = [(x, x) for x in (0.001, 0.01, 0.1)]
         lines += [
-            f'<text class="t" x="{left}" y="{upper - 6}">{task}</text>',
-            f'<rect fill="none" stroke="#8c959f" x="{left}" y="{upper}" '
-            f'width="{wide}" height="{high}"/>',
-            f'<text class="s" x="{left - 6}" y="{upper + 12}" text-anchor="end">'
-            f"{top:.2g}</text>",
-            f'<text class="s" x="{left - 6}" y="{lower - 4}" text-anchor="end">'
-            f"{low:.2g}</text>",
+            label(panel.left, upper - 6, task, style="t"),
+            *panel.axes(rates, ticks, "learning rate", ""),
         ]
-        for rate in (0.001, 0.01, 0.1):
-            x = f"{left + wide * share(rate, least, most):.1f}"
-            lines.append(
-                f'<text class="s" x="{x}" y="{lower + 15}" text-anchor="middle">'
-                f"{rate:g}</text>"
-            )
         lr, width = found["lr"], found["width"]
-        starts = {"nanochat": (lr * width) ** 0.5 / 40, "moonlight": lr**0.5 / 8}
-        for name, curve in means.items():
-            color, points = CURVES[name], []
-            for rate, loss in sorted(curve.items()):
-                x = f"{left + wide * share(rate, least, most):.1f}"
-                y = f"{lower - 8 - (high - 16) * share(loss, low, top):.1f}"
-                points.append(f"{x},{y}")
-                lines.append(f'<circle fill="{color}" cx="{x}" cy="{y}" r="2.5"/>')
-                if math.isclose(rate, starts.get(name, 0), rel_tol=1e-3):
+        firsts = {"nanochat": (lr * width) ** 0.5 / 40, "moonlight": lr**0.5 / 8}
+        for name, curve in by_rate.items():
+            color = CURVES[name]
+            means = [(rate, statistics.fmean(x)) for rate, x in sorted(curve.items())]
+            lines.append(panel.line(means, color))
+            for rate, values in curve.items():
+                lines += panel.dot(rate, values, color)
+                if math.isclose(rate, firsts.get(name, 0), rel_tol=1e-3):
+                    x, y = panel.place(rate, statistics.fmean(values))
                     lines.append(
                         f'<circle fill="none" stroke="{color}" stroke-width="2" '
-                        f'cx="{x}" cy="{y}" r="6"/>'
+                        f'cx="{x:.1f}" cy="{y:.1f}" r="6"/>'
                     )
-            lines.append(
-                f'<polyline fill="none" stroke="{color}" stroke-width="1.5" '
-                f'points="{" ".join(points)}"/>'
-            )
-    return svg(640, 62 + 150 * 4 - 22, lines)
+    return svg(640, 66 + 176 * 4 - 36, lines)
+
+
+# --- losses by step ------------------------------------------------------------------
+
+SMALL = {"adamw": GREY, "nanochat": BLUE, "muon": GREEN, "moonlight": ORANGE}
+
+
+def small_runs(optimizer: str) -> dict[int, list[dict[str, Any]]]:
+    """Runs of the model of `make train` at the best settings, by length."""
+    best = json.loads((DOCS.parent / "examples" / "best.json").read_text("utf-8"))
+    found: dict[int, list[dict[str, Any]]] = {}
+    for run in results(f"learning/{optimizer}.jsonl"):
+        if (run["settings"], run["width"]) == (best[optimizer], 128):
+            found.setdefault(run["steps"], []).append(run)
+    return {n: runs for n, runs in sorted(found.items()) if len(runs) == 3}
+
+
+def learning() -> str:
+    """Held-out loss by step of the shortest runs, and by the length of a run."""
+    target = [run["validation_loss"] for run in small_runs("adamw")[300]]
+    goal = statistics.fmean(target)
+    left = Panel(52, 60, 240, 230, (0, 300), (1.25, 2.5))
+    right = Panel(362, 60, 240, 230, (130, 310), (1.21, 1.41))
+    ticks = [(x, x) for x in (0, 100, 200, 300)]
+    lengths = [(x, x) for x in (150, 200, 250, 300)]
+    lines = [
+        title("A GPT of 1 million parameters: three seeds, mean, least and most"),
+        *legend(SMALL, 52, 36, 110),
+        label(left.left, 54, "shortest runs to AdamW's loss", style="t"),
+        label(right.left, 54, "whole runs, by their length", style="t"),
+        *left.axes(
+            ticks, [(x, x) for x in (1.5, 2, 2.5)], "step", "nats per character"
+        ),
+        *right.axes(
+            lengths,
+            [(x, x) for x in (1.25, 1.3, 1.35, 1.4)],
+            "steps of the run",
+            "nats per character at its end",
+        ),
+    ]
+    ends = [(130, x) for x in target], [(310, x) for x in target]
+    lines.append(
+        right.band([min(x) for x in ends], [max(x) for x in ends], SMALL["adamw"])
+    )
+    lines.append(right.line([(130, goal), (310, goal)], SMALL["adamw"], "5 3"))
+    for name, color in SMALL.items():
+        by_length = small_runs(name)
+        means = {
+            n: statistics.fmean(run["validation_loss"] for run in runs)
+            for n, runs in by_length.items()
+        }
+        shortest = next(n for n, loss in means.items() if loss <= goal)
+        curves = zip(
+            *(run["validation_losses"] for run in by_length[shortest]), strict=True
+        )
+        rows = [(at[0][0], [loss for _, loss in at]) for at in curves]
+        low, middle, high = (
+            [(step, f(x)) for step, x in rows] for f in (min, statistics.fmean, max)
+        )
+        lines += [left.band(low, high, color), left.line(middle, color)]
+        for n, runs in by_length.items():
+            if n <= 300:
+                losses = [run["validation_loss"] for run in runs]
+                lines += right.dot(n, losses, color)
+    return svg(640, 330, lines)
 
 
 ON_A_CARD = {  # optimizer of a line: its name here, and its colour
-    "nanochat": ("nanochat", "#4c8eda"),
-    "optax_muon": ("optax.contrib.muon", "#e8a33d"),
-    "adamw": ("AdamW", "#8c959f"),
+    "nanochat": ("nanochat", BLUE),
+    "optax_muon": ("optax.contrib.muon", ORANGE),
+    "adamw": ("AdamW", GREY),
 }
 
 
 def learned() -> dict[tuple[str, float, int], list[list[tuple[int, float]]]]:
     """Held-out losses by step: of each optimizer, rate and length, for each seed."""
     found: dict[Any, dict[int, list[tuple[int, float]]]] = {}
-    for x in on_a_card("learn_h200.jsonl") + on_a_card("h200.jsonl"):
+    for x in results("gpu/learn_h200.jsonl") + results("gpu/h200.jsonl"):
         if x.get("what") == "curve":
             curves = found.setdefault((x["kind"], x["lr"], x["steps"]), {})
             curves.setdefault(x.get("seed", 0), []).append((x["step"], x["val"]))
@@ -339,84 +403,51 @@ def learned() -> dict[tuple[str, float, int], list[list[tuple[int, float]]]]:
 
 def learning_on_a_card() -> str:
     """Held-out loss by step, a line for each seed, the loss logarithmic."""
-    left, right, upper, lower, least, most = 40, 365, 34, 330, 0.62, 3.0
-
-    def place(step: float, loss: float) -> tuple[float, float]:
-        share = math.log(loss / least) / math.log(most / least)
-        return left + (right - left) * step / 600, lower - (lower - upper) * share
-
-    title = "Nats per held-out byte by step: 85 M parameters on an H200"
-    lines = [f'<text class="t" y="16" font-weight="bold">{title}</text>']
-    for loss in (0.7, 1, 1.5, 2, 2.5):
-        y = f"{place(0, loss)[1]:.1f}"
-        lines += [
-            f'<text class="s" x="{left - 6}" y="{y}" dy="4" text-anchor="end">'
-            f"{loss:g}</text>",
-            f'<path stroke="#8c959f" stroke-opacity="0.3" d="M{left},{y}H{right}"/>',
-        ]
-    for step in (0, 120, 240, 360, 480, 600):
-        x = f"{place(step, 1)[0]:.1f}"
-        lines.append(
-            f'<text class="s" x="{x}" y="{lower + 18}" text-anchor="middle">'
-            f"{step}</text>"
-        )
+    panel = Panel(52, 34, 300, 296, (0, 600), (0.62, 3.0), log_y=True)
+    lines = [
+        title("A GPT of 85 million parameters on an H200, a line for each seed"),
+        *panel.axes(
+            [(x, x) for x in (0, 120, 240, 360, 480, 600)],
+            [(x, x) for x in (0.7, 1, 1.5, 2, 2.5)],
+            "step",
+            "nats per held-out byte",
+        ),
+    ]
     labels = []
     for (kind, rate, steps), curves in learned().items():
         name, color = ON_A_CARD[kind]
-        dash = ' stroke-dasharray="5 3"' if steps < 600 else ""
-        for curve in curves:
-            points = " ".join("{:.1f},{:.1f}".format(*place(*x)) for x in curve)
-            lines.append(
-                f'<polyline fill="none" stroke="{color}" stroke-width="1.5"{dash} '
-                f'points="{points}"/>'
-            )
-        ends = [f"{curve[-1][1]:.3f}" for curve in curves]
+        dash = "5 3" if steps < 600 else ""
+        lines += [panel.line(curve, color, dash) for curve in curves]
+        ends = ", ".join(f"{curve[-1][1]:.3f}" for curve in curves)
         text = f"{name} {rate:g}" + (f", {steps} steps" if dash else "")
-        height = place(0, statistics.fmean(curve[-1][1] for curve in curves))[1]
-        labels.append((height, color, f"{text}: {', '.join(ends)}"))
-    y = float("inf")
-    for height, color, text in sorted(
-        labels, reverse=True
-    ):  # from below, none over another
-        y = min(height, y - 17)
+        height = panel.place(0, statistics.fmean(curve[-1][1] for curve in curves))[1]
+        labels.append((height, color, text, ends))
+    y, right = float("inf"), panel.left + panel.wide
+    # From below, none over another: the name, and under it the last losses.
+    for height, color, text, ends in sorted(labels, reverse=True):
+        y = min(height, y - 32)
         lines += [
-            f'<rect fill="{color}" x="{right + 8}" y="{y - 2:.1f}" width="12" '
+            f'<rect fill="{color}" x="{right + 8}" y="{y - 10:.1f}" width="12" '
             'height="4"/>',
-            f'<text class="s" x="{right + 25}" y="{y + 4:.1f}">{text}</text>',
+            label(right + 25, y - 4, text),
+            label(right + 25, y + 10, f"ends at {ends}"),
         ]
-    return svg(640, lower + 26, lines)
+    return svg(640, 370, lines)
 
 
 def charts() -> dict[str, str]:
     """All charts, by the names of their files in docs/pictures."""
     return {
-        "step_optax.svg": draw(
-            "Seconds of a step beside optax, GPT-2 124M on two CPU cores", step_times()
-        ),
-        "maxtext.svg": draw(
-            "Llama 7B: work of the busiest device, and bytes it sends", busiest()
-        ),
-        "step_parts.svg": draw("A step on an H200 by part", parts_of_steps()),
         "layer_timeline.svg": timeline(),
         "rates.svg": losses_by_rate(),
+        "learning.svg": learning(),
         "learning_85m.svg": learning_on_a_card(),
-        "layout_wait.svg": draw(
+        "layout_wait.svg": bars(
             "Estimated share of a step that waits, the wait, and peak memory", waiting()
         ),
     }
 
 
-def filled(page: str) -> str:
-    """The README with the row about Llama 7B as the results have it."""
-    rows = on_meshes()["256 x 1"]
-    cells = [f"{r['flops'] / 1e12:.1f}, {r['sent_bytes'] / 1e9:.1f}" for r in rows]
-    row = r"(?m)^(\| Llama 7B on 256 devices[^|]*\|).*$"
-    return re.sub(row, lambda found: f"{found[1]} {' | '.join(cells)} |", page)
-
-
-README = DOCS.parent / "README.md"
-
 if __name__ == "__main__":
     for name, chart in charts().items():
         (DOCS / "pictures" / name).write_text(chart, encoding="utf-8")
-    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
