@@ -92,13 +92,16 @@ runs/outside/%: outside/%/requirements.txt
 		tar --extract --file $@/sources/*.tar.gz --directory $@/sources; fi
 	touch $@
 
-# All of a release but the upload: builds the wheel, checks its metadata, and runs the
-# self-test and README's example with nothing but it and what it depends on.
+# All of a release but the upload: what must agree, the wheel with the links that an index
+# shows, its metadata, and the self-test and README's code with nothing but it
+# and what it depends on. The publisher knows its own address.
+REPOSITORY ?= https://repository.example/jax_muon
 release-check:
 	rm -rf dist runs/release
+	$(PYTHON) docs/release.py runs/release/tree $(REPOSITORY)
 	$(PYTHON) -m venv runs/release/build
 	runs/release/build/bin/pip install --quiet --disable-pip-version-check build twine==7.0.0
-	runs/release/build/bin/python -m build
+	runs/release/build/bin/python -m build --outdir dist runs/release/tree
 	runs/release/build/bin/twine check --strict dist/*
 	$(PYTHON) -m venv runs/release/bare
 	runs/release/bare/bin/pip install --quiet --disable-pip-version-check dist/*.whl
