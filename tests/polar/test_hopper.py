@@ -6,6 +6,8 @@ two sums of a I + b (R + q R R) by 5 u more; then comes one rounding to bfloat16
 """
 
 import functools
+import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -207,8 +209,6 @@ def test_without_the_backend(monkeypatch):
     assert not jax.eval_shape(jm.PolarExpress(kernels=False), x).weak_type
     with pytest.raises(ImportError, match=r"Mosaic GPU.*expected.*kernels=False"):
         jax.eval_shape(jm.PolarExpress(kernels=True), x)
-    pretend(monkeypatch, "9.0")
-    assert not hopper.takes_kernels(None, 800)
 
 
 def pretend(monkeypatch, *capabilities):
@@ -228,6 +228,17 @@ def test_which_cards_take_kernels(monkeypatch):
     assert not chosen(None, 384) and not chosen(False, 384)
     with pytest.raises(ValueError, match=r"capability 8.0, 9.0; expected 9.0 \(H100"):
         chosen(True, 64)
+
+
+def test_the_newest_jax_that_takes_kernels_unasked(monkeypatch):
+    """It is the newest that `make test-versions` runs."""
+    makefile = (pathlib.Path(__file__).parents[2] / "Makefile").read_text()
+    versions = re.search(r"^VERSIONS \?= (.*)$", makefile, re.M)[1].split()
+    tested = [tuple(map(int, x.split("_")[1].split(".")[:2])) for x in versions]
+    assert max(tested) == hopper.NEWEST_JAX
+    pretend(monkeypatch, "9.0")
+    monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))
+    assert not hopper.takes_kernels(None, 384) and hopper.takes_kernels(True, 384)
 
 
 def test_bad_input():
