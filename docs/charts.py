@@ -112,7 +112,7 @@ class Panel:
         for value, shown in y_ticks:
             _, y = self.place(self.x_range[0], value)
             lines += [
-                label(self.left - 6, y + 4, f"{shown:.2g}", "end"),
+                label(self.left - 6, y + 4, f"{shown:.3g}", "end"),
                 f'<path stroke="{GREY}" stroke-opacity="0.3" '
                 f'd="M{self.left},{y:.1f}h{self.wide}"/>',
             ]
@@ -296,7 +296,8 @@ def losses_by_rate() -> str:
         span = (low / 1.05, high * 1.05)
         box = (46, 376)[i % 2], upper, 250, 96
         panel = Panel(*box, (7e-4, 0.7), span, log_x=True, log_y=True)
-        ticks = [(x, x) for x in (low, (low * high) ** 0.5, high)]
+        middle = (low * high) ** 0.5
+        ticks = [(x, float(f"{x:.2g}")) for x in (low, middle, high)]
         rates = [(x, x) for x in (0.001, 0.01, 0.1)]
         lines += [
             label(panel.left, upper - 6, task, style="t"),
