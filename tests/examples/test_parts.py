@@ -2,11 +2,13 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import minimal
 import numpy as np
 import pytest
+import step_inputs
 import text
 from flax import nnx
 from gpt import GPT, generate
@@ -22,6 +24,16 @@ def test_the_example_in_one_file_learns(capsys):
     said = capsys.readouterr().out
     assert "blocks/0/mlp/up/kernel     32 x 128   kernel" in said
     assert re.search(r"validation loss \d\.\d{4} nats per character\n.*\|", said, re.S)
+
+
+def test_what_a_loss_needs_besides_samples():
+    """The first losses on eight devices are those of one, to rounding in float32."""
+    one, eight = (step_inputs.main(jax.devices()[:n], steps=1) for n in (1, 8))
+    assert [*one] == ["distill", "dropout", "batch_norm"]
+    for name, metrics in one.items():
+        np.testing.assert_allclose(eight[name]["loss"], metrics["loss"], rtol=1e-5)
+    means = (x["batch_norm"]["aux"] for x in (one, eight))
+    chex.assert_trees_all_close(*means, rtol=1e-5, atol=1e-6)
 
 
 def test_a_character_is_drawn_from_those_before_it():
