@@ -225,7 +225,8 @@ def _injected(
         y = (dtypes.wide(x) / unit).astype(dtype)
         fourth = norm == "schatten4"  # the sum of s^4 is that of squares of X X^T
         power = matrix_sum(dtypes.wide(products.gram(y) if fourth else y) ** 2)
-        size = (power ** (0.25 if fourth else 0.5) + eps / unit).astype(dtype)
+        size = power ** (0.25 if fourth else 0.5)
+        size = dtypes.padded(size, eps, 1 / unit).astype(dtype)
         y = y / jnp.where(size == 0, 1, size)  # eps is 0 where it is a float16
 
         def quintic(i: Array, y: Array) -> Array:

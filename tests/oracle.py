@@ -14,16 +14,21 @@ def polar(x, coefficients, norm_factor, eps, norm="frobenius"):
     """U p(S) V^T, with the composed polynomials applied to the singular values."""
     u, s, vt = np.linalg.svd(x, full_matrices=False)
     size = np.sqrt(np.sum(s**2)) if norm == "frobenius" else np.sum(s**4) ** 0.25
-    s = s / (norm_factor * size + eps)
+    s = s / (norm_factor * size + small(eps, size))
     for a, b, c in coefficients:
         s = a * s + b * s**3 + c * s**5
     return (u * s) @ vt
 
 
+def small(eps, norm):
+    """The eps of a matrix of this norm: below 2^-13 in proportion to it."""
+    return eps if norm >= 2.0**-13 else eps * (norm * 2.0**13 + 2.0**-20)
+
+
 def equilibrate_rows(x, eps=1e-6):
     """MuonEq on the rows of (out, in)."""
-    rows = np.linalg.norm(x, axis=1, keepdims=True)
-    return x * (np.linalg.norm(x) / np.sqrt(len(x))) / np.maximum(rows, eps)
+    rows, norm = np.linalg.norm(x, axis=1, keepdims=True), np.linalg.norm(x)
+    return x * (norm / np.sqrt(len(x))) / np.maximum(rows, small(eps, norm))
 
 
 def normuon(x, v, beta2, axis, eps=1e-10):

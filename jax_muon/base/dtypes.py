@@ -42,6 +42,28 @@ def small_unit(dtype: DTypeLike) -> float:
     return 2.0 ** (-jnp.finfo(dtype).maxexp * 5 // 8)
 
 
+def padded(
+    norm: Array, eps: ArrayLike, unit: ArrayLike = 1.0, factor: float = 1.0
+) -> Array:
+    """The divisor of a matrix, factor * norm + eps, with less eps for small matrices.
+
+    Below a norm of 2^-13 eps is in proportion to the norm, so that a small gradient
+    takes the step of a large one, but it is at least 2^-20 of itself: near 2e-18
+    squares of elements underflow and norms come out too small. Without an eps the
+    quintics would diverge there.
+
+    Args:
+      norm: of the matrix times `unit`.
+      eps: in units of the matrix.
+      unit: a power of two, or 1 over another norm.
+      factor: of the norm.
+    """
+    # Two sums: the usual one is rounded as if there were no other.
+    usual = factor * norm + eps * unit
+    small = norm * (factor + eps * 2.0**13) + eps * (2.0**-20 * unit)
+    return jnp.where(norm < unit * 2.0**-13, small, usual)
+
+
 # Traced once for all arrays of a shape: a step of 72 leaves has 144 roots.
 @jax.jit
 def root(x: Array) -> Array:

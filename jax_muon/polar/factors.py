@@ -42,7 +42,8 @@ class NewtonSchulz:
         which leaves singular values near 0.7 .. 1.2. A step with c = 0 takes two
         products instead of three.
       norm_factor: x is divided by `norm_factor * norm(x) + eps` before the first step.
-      eps: see `norm_factor`. Matrices with a much smaller norm stay small.
+      eps: see `norm_factor`. For norms below 2^-13 it shrinks with the norm, by up to
+        2^-20, so that polar factors have their size down to norms of 1e-10.
       norm: "frobenius", or "schatten4", (sum of s^4)^(1/4): never larger, so that small
         singular values start nearer to 1.
       dtype: of the iteration: bfloat16, float32 or float64. Sums are in at least

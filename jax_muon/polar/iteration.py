@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_muon.base.dtypes import small_unit, wide, wider
+from jax_muon.base.dtypes import padded, small_unit, wide, wider
 from jax_muon.polar.coefficients import factored
 from jax_muon.polar.products import Products, Quintic, matrix_sum
 from jax_muon.polar.teams import SharedProducts, Team
@@ -170,7 +170,7 @@ def _in_parts(
 def _scales(
     products: Products, settings: Any, stacks: Sequence[Array]
 ) -> tuple[Float[Array, "*batch 1 1"], Float[Array, "*batch 1 1"]]:
-    """A power of two u, and 1 / (factor * norm(u X) + u eps), which divides u X.
+    """A power of two u, and 1 / (factor * norm(u X) + u eps), which scales u X.
 
     u is 1, unless elements above 3e14 (2^48) might overflow the sum of squares.
     """
@@ -183,7 +183,7 @@ def _scales(
 
 
 def _inverse(settings: Any, power: Array, roots: int, unit: Array) -> Array:
-    """1 / (factor * norm + eps * unit), where the norm is a root of this power.
+    """1 / (factor * norm + eps), where the norm is a root of this power.
 
     It is 0 where the power is 0, and so is its derivative: a zero gradient gives a zero
     update, and one that can be differentiated.
@@ -192,7 +192,7 @@ def _inverse(settings: Any, power: Array, roots: int, unit: Array) -> Array:
     norm = jnp.where(is_zero, 1, power)
     for _ in range(roots):
         norm = jnp.sqrt(norm)
-    inverse = 1 / (settings.norm_factor * norm + settings.eps * unit)
+    inverse = 1 / padded(norm, settings.eps, unit, settings.norm_factor)
     return jnp.where(is_zero, 0, inverse)
 
 

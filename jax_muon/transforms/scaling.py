@@ -33,7 +33,8 @@ def equilibrate_rows(*, matrices: Given = None) -> optax.GradientTransformation:
 
     For :math:`U` with :math:`m` outputs, the weights :math:`u` of one become
     :math:`u \, \|U\|_F / (\sqrt{m} \max(\|u\|, 10^{-6}))`: all get the root mean
-    square of their norms. It goes before `orthogonalize`.
+    square of their norms. The :math:`10^{-6}` shrinks with norms of :math:`U` below
+    :math:`2^{-13}`, as in `NewtonSchulz`. It goes before `orthogonalize`.
 
     Args:
       matrices: see `orthogonalize`.
@@ -48,8 +49,9 @@ def equilibrate_rows(*, matrices: Given = None) -> optax.GradientTransformation:
     def scale(_: str, u: Array, axes: MatrixAxes) -> Array:
         fan_out = axes.fan(u.shape)[1]
         unit = dtypes.unit_of(jnp.max(jnp.abs(u), axes.matrix, keepdims=True))
-        target = _norm(u * unit, axes.matrix) / fan_out**0.5  # RMS of the row norms
-        norm = jnp.maximum(_norm(u * unit, axes.reduction), _SMALLEST_NORM * unit)
+        whole, rows = (_norm(u * unit, x) for x in (axes.matrix, axes.reduction))
+        target = whole / fan_out**0.5  # the root mean square of the norms of rows
+        norm = jnp.maximum(rows, dtypes.padded(whole, _SMALLEST_NORM, unit, 0.0))
         return u * jnp.minimum(target / norm, jnp.finfo(u.dtype).max)
 
     return _stateless(scale, matrices)

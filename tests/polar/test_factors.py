@@ -399,6 +399,26 @@ def test_eps_is_in_the_units_of_a_large_matrix(rng, size):
         np.testing.assert_allclose(polar(size * x), polar(x), atol=1e-5)
 
 
+@pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
+def test_eps_shrinks_with_small_norms(rng, x64, norm):
+    """In proportion below 2^-13, to 2^-20 of itself; from there on it is constant."""
+    x = rng.standard_normal((7, 10))
+    s = np.linalg.svd(x, compute_uv=False)
+    x /= np.sum(s**4) ** 0.25 if norm == "schatten4" else np.linalg.norm(x)
+    polar = jm.NewtonSchulz(dtype="float64", norm=norm, eps=1e-3)
+    for size in (1.0, 2.0**-12, 2.0**-14, 1e-9, 2.0**-32, 2.0**-34, 1e-13):
+        expected = oracle.polar(size * x, 5 * [NEWTON_SCHULZ], 1.0, 1e-3, norm)
+        np.testing.assert_allclose(polar(jnp.asarray(size * x)), expected, 1e-9)
+
+
+@pytest.mark.parametrize("size", [1e-14, 1e-15, 1e-16, 1e-17])
+def test_norms_of_large_matrices_whose_squares_underflow(rng, size):
+    """Such norms come out too small; divided by them the quintics would diverge."""
+    x = jnp.asarray(rng.standard_normal((2048, 8192)) * size / 4096, jnp.float32)
+    y = jm.NewtonSchulz(1, coefficients=(1.0, 0.0, 0.0), eps=1e-8)(x)
+    assert jnp.linalg.norm(y) <= 1
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_matrices_of_float64_may_be_too_large_for_the_iteration(rng, dtype, x64):
     x = jnp.asarray(rng.standard_normal((3, 7, 10)), "float64")

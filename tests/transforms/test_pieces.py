@@ -99,7 +99,7 @@ def test_small_states_leave_boxes(tx):
     np.testing.assert_array_equal(updates["w"].value, expected["w"])
 
 
-SMALLEST = {"equilibrate_rows": 1e-6, "normalize_frobenius": 1e-6, "hyperball": 1e-10}
+SMALLEST = {"equilibrate_rows": 1e-12, "normalize_frobenius": 1e-6, "hyperball": 1e-10}
 
 
 @pytest.mark.parametrize("name", SMALLEST)
