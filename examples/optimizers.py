@@ -77,7 +77,7 @@ def make_optimizer(
         decay = {}
     if name == "adamw":
         groups = {"muon": optax.adamw(rate, momentum, 0.95, **decay), "adamw": rest}
-        tx = jm.partition(groups, matrices)
+        tx = optax.multi_transform(groups, matrices.labels)
     else:
         more = {"adamw": rest, "matrices": matrices, "dtype": "float32"}
         tx = RECIPES[name](rate, momentum=momentum, **decay, **more)

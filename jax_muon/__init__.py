@@ -6,24 +6,23 @@ Examples in docstrings assume `import jax, optax`, `import jax.numpy as jnp` and
 
 from jax_muon import contrib as contrib
 from jax_muon import types as types
+from jax_muon.matrices.as_matrices import as_matrices, with_splits
 from jax_muon.matrices.find import find_matrices
 from jax_muon.matrices.matrices import Matrices
-from jax_muon.matrices.splits import Split, with_splits
+from jax_muon.matrices.splits import Split
 from jax_muon.mesh.layout import fsdp
 from jax_muon.mesh.on_mesh import on_mesh
 from jax_muon.mesh.scan_layers import scan_layers
 from jax_muon.mesh.train_step import make_train_step
 from jax_muon.mesh.wrappers import on_auto_axes, on_replicas
-from jax_muon.partition import partition
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.recipes import moonlight, muon, muonh, nanochat, normuon, teon
-from jax_muon.schedules import nanochat_momentum, nanochat_weight_decay
 from jax_muon.tools.describe import describe
 from jax_muon.tools.verify import verify
 from jax_muon.transforms.adamw import adamw
 from jax_muon.transforms.hyperball import hyperball
 from jax_muon.transforms.keep_residual import keep_residual
-from jax_muon.transforms.momentum import nesterov
+from jax_muon.transforms.momentum import scale_by_momentum
 from jax_muon.transforms.orthogonalize import orthogonalize
 from jax_muon.transforms.qk_clip import clip_qk, max_attention_logits
 from jax_muon.transforms.scaling import (
@@ -46,6 +45,7 @@ __all__ = [
     "Split",
     "adamw",
     "add_cautious_decayed_weights",
+    "as_matrices",
     "clip_qk",
     "describe",
     "equilibrate_rows",
@@ -59,16 +59,13 @@ __all__ = [
     "muon",
     "muonh",
     "nanochat",
-    "nanochat_momentum",
-    "nanochat_weight_decay",
-    "nesterov",
     "normalize_frobenius",
     "normuon",
     "on_auto_axes",
     "on_mesh",
     "on_replicas",
     "orthogonalize",
-    "partition",
+    "scale_by_momentum",
     "scale_by_normuon",
     "scale_by_path",
     "scale_by_shape",

@@ -6,7 +6,6 @@ The matrices take this package's path: each is orthogonalized once on a mesh, in
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +22,6 @@ from jax_muon import recipes
 from jax_muon.base import checks, dtypes, trees
 from jax_muon.matrices.find import find_matrices
 from jax_muon.matrices.matrices import ADAMW, MUON, Matrices
-from jax_muon.partition import built_for_each_tree
 from jax_muon.polar.coefficients import NEWTON_SCHULZ, Coefficients
 from jax_muon.polar.factors import NewtonSchulz
 from jax_muon.polar.products import Products, matrix_sum
@@ -130,22 +128,19 @@ def muon(
         nesterov=nesterov,
     )
 
-    def build(tree: optax.Params) -> optax.GradientTransformationExtraArgs:
-        return recipes.muon(
-            learning_rate,
-            matrices=lambda tree: _read(numbers, tree),
-            adamw=adam,
-            momentum=beta,
-            weight_decay=weight_decay,
-            weight_decay_mask=weight_decay_mask,
-            nesterov=nesterov,
-            bias_correction=True,
-            adjust_lr_fn="original" if rms is None else lambda *x: rms * max(x) ** 0.5,
-            polar=_polar(ns_coeffs, ns_steps, eps, preconditioning, tree),
-            mu_dtype=mu_dtype,
-        )
-
-    tx = built_for_each_tree(build)
+    tx = recipes.muon(
+        learning_rate,
+        matrices=lambda tree: _read(numbers, tree),
+        adamw=adam,
+        momentum=beta,
+        weight_decay=weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        nesterov=nesterov,
+        bias_correction=True,
+        adjust_lr_fn="original" if rms is None else lambda *x: rms * max(x) ** 0.5,
+        polar=_polar(ns_coeffs, ns_steps, eps, preconditioning),
+        mu_dtype=mu_dtype,
+    )
 
     def init_fn(params: optax.Params) -> optax.OptState:
         if numbers is None:
@@ -179,21 +174,20 @@ def _read(numbers: Any, tree: optax.Params) -> Matrices:
 
 
 def _polar(
-    coefficients: Any, steps: Any, eps: Any, preconditioning: str, tree: optax.Params
+    coefficients: Any, steps: Any, eps: Any, preconditioning: str
 ) -> Callable[[Array], Array]:
-    """Newton-Schulz in the dtype of the parameters, as there; float16 in float32."""
+    """Newton-Schulz in the dtype of the gradients, as there; float16 in float32."""
     each = np.ndim(coefficients[0]) > 0  # a quintic of its own in every step
     number = len(coefficients) if each else steps
     if each and (isinstance(steps, jax.Array) or steps < number):
         expected = f"at least {number}, the number of quintics"
         checks.refuse("ns_steps", steps, expected + checks.injected(steps, "ns_steps"))
-    given = {x.dtype for x in jax.tree.leaves(tree)}
-    real = [x for x in given if jnp.issubdtype(x, jnp.floating)]
-    dtype = functools.reduce(dtypes.wider, real, jnp.dtype("bfloat16"))
-    settings = {"eps": eps, "norm": _NORMS[preconditioning], "dtype": dtype}
+    norm = _NORMS[preconditioning]
     if isinstance(steps, jax.Array) or isinstance(eps, jax.Array):
-        return _injected(coefficients, number, **settings)
-    return NewtonSchulz(number, coefficients=coefficients, **settings)
+        return _injected(coefficients, number, eps, norm)
+    return NewtonSchulz(
+        number, coefficients=coefficients, eps=eps, norm=norm, dtype=None
+    )
 
 
 def _injected(
@@ -201,14 +195,12 @@ def _injected(
     steps: jax.typing.ArrayLike,
     eps: jax.typing.ArrayLike,
     norm: str,
-    dtype: jnp.dtype,
 ) -> Callable[[Array], Array]:
     """Newton-Schulz with numbers that `optax.inject_hyperparams` made arrays.
 
     A `NewtonSchulz` takes none that are known only at run time: this loops over its
     products instead.
     """
-    table = jnp.asarray(coefficients, dtype)
 
     def polar(x: Float[Array, "*b m n"]) -> Float[Array, "*b m n"]:
         if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
@@ -216,6 +208,8 @@ def _injected(
                 "ns_steps or eps is an array inside on_mesh; expected numbers: under "
                 'optax.inject_hyperparams pass static_args=("ns_steps", "eps")'
             )
+        dtype = dtypes.wider(x.dtype, jnp.bfloat16)
+        table = jnp.asarray(coefficients, dtype)
         products = Products(tall=x.shape[-2] > x.shape[-1])
         # Squares of 1e25, and fourth powers of 1e12, would be infinite. So larger ones
         # are brought below 2 by a power of two, which rounds nothing: 1e25 is 1.03.

@@ -1,6 +1,7 @@
 """Whole optimizers: each a chain of transforms for matrices, and yours for the rest.
 
-A recipe is one call of `partition`; to change more than its arguments, copy its chain.
+A recipe is a chain within `optax.multi_transform`; to change more than its arguments,
+copy the chain.
 
 With `jax_numpy_dtype_promotion="strict"` optax's Adam cannot be traced; pass another
 transform as `adamw`.
@@ -8,7 +9,6 @@ transform as `adamw`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,28 +16,30 @@ import jax
 import optax
 
 from jax_muon.base import checks
-from jax_muon.matrices.find import Reader, reader
+from jax_muon.by_label import by_label
+from jax_muon.matrices.as_matrices import as_matrices
+from jax_muon.matrices.find import Reading
 from jax_muon.matrices.joins import with_joins
 from jax_muon.matrices.matrices import ADAMW, MUON, Matrices
-from jax_muon.partition import Group, built_for_each_tree, partition
 from jax_muon.polar import coefficients
 from jax_muon.polar.factors import NewtonSchulz
-from jax_muon.schedules import VERSIONS
 from jax_muon.transforms import scaling
 from jax_muon.transforms import weight_decay as decays
 from jax_muon.transforms.hyperball import hyperball
-from jax_muon.transforms.momentum import nesterov as scale_by_momentum
+from jax_muon.transforms.momentum import scale_by_momentum
 from jax_muon.transforms.orthogonalize import Polar, orthogonalize
 from jax_muon.transforms.weight_decay import Mask
 
-# The transforms for matrices, given which weights decay and how parameters are read.
-Chain = Callable[[Mask, Matrices], optax.GradientTransformation]
+VERSIONS = ("2026-01", "2026-03", "2026-07")  # of `nanochat`
+
+# The transforms for matrices, given how these are read and which of them decay.
+Chain = Callable[[Matrices, Mask], optax.GradientTransformation]
 
 
 def nanochat(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    matrices: Reader,
+    matrices: Reading,
     adamw: optax.GradientTransformation | None = None,
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.1,
@@ -48,7 +50,7 @@ def nanochat(
     polar: Polar | None = None,
     version: str = "2026-01",
     mu_dtype: jax.typing.DTypeLike | None = None,
-    groups: Mapping[str, Group] | None = None,
+    groups: Mapping[str, optax.GradientTransformation] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""nanochat's Muon: Nesterov, Polar Express, NorMuon, cautious weight decay.
 
@@ -66,8 +68,9 @@ def nanochat(
         `optax.adamw(lr)` is tuned for a model, start with (lr * width)**0.5 / 40; see
         docs/rates.md.
       matrices: which parameters are matrices: what
-        `jax_muon.find_matrices(params, loss_fn, batch)` returns, or labels; see
-        `partition`.
+        `jax_muon.find_matrices(params, loss_fn, batch)` returns; its `rules`, such as
+        {"embed": "adamw", "*": "muon"}; or a function of the parameters' shapes that
+        returns one of these.
       adamw: the optimizer of all other parameters, any optax transform: the one that
         trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
         in `groups`.
@@ -88,13 +91,14 @@ def nanochat(
         of 2 %. "2026-03": 0.9, and 1 %. "2026-07": the same, with rows scaled to one
         norm before the polar factor (MuonEq), and its Frobenius norm set (Muon+).
       mu_dtype: dtype in which the momentum is stored; None for the parameters'. See
-        `nesterov`.
+        `scale_by_momentum`.
       groups: label to a transform, for labels other than "muon" and "adamw", such as
         {"frozen": optax.set_to_zero()}.
 
     Raises:
       ValueError: at once, a number out of range, `polar` beside `ns_steps` or `dtype`;
-        at init and update, as `partition`.
+        at init and update, with its path, a parameter whose label has no transform, or
+        is "muon" although it is no matrix; gradients or state of other shapes.
 
     Examples:
       >>> params = {"up": jnp.ones((4, 8)), "bias": jnp.ones(8)}
@@ -112,25 +116,28 @@ def nanochat(
     settings = {"norm_factor": 1.02 if first else 1.01, "eps": 1e-6}
     polar = _polar(polar, ns_steps, dtype, coefficients.nanochat, **settings)
 
-    def chain(mask: Mask, matrices: Matrices) -> optax.GradientTransformation:
-        return optax.chain(
-            scale_by_momentum(momentum, mu_dtype=mu_dtype),
-            *([scaling.equilibrate_rows(matrices=matrices)] if last else []),
-            orthogonalize(polar, matrices=matrices),
-            *([scaling.normalize_frobenius(matrices=matrices)] if last else []),
-            scaling.scale_by_normuon(decay, matrices=matrices),
+    def chain(matrices: Matrices, mask: Mask) -> optax.GradientTransformation:
+        on_matrices = optax.chain(
+            *([scaling.equilibrate_rows()] if last else []),
+            orthogonalize(polar, joins=matrices.joins),
+            *([scaling.normalize_frobenius()] if last else []),
+            scaling.scale_by_normuon(decay),
             decays.add_cautious_decayed_weights(weight_decay, mask),
-            scaling.scale_by_shape(matrices=matrices),
+            scaling.scale_by_shape(),
             _descend(learning_rate),
         )
+        return optax.chain(
+            scale_by_momentum(momentum, mu_dtype=mu_dtype),
+            as_matrices(on_matrices, matrices),
+        )
 
-    return _recipe(chain, weight_decay_mask, matrices, adamw, groups)
+    return _recipe(chain, matrices, weight_decay_mask, adamw, groups)
 
 
 def normuon(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    matrices: Reader,
+    matrices: Reading,
     adamw: optax.GradientTransformation | None = None,
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.1,
@@ -140,7 +147,7 @@ def normuon(
     dtype: jax.typing.DTypeLike | None = None,
     polar: Polar | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    groups: Mapping[str, Group] | None = None,
+    groups: Mapping[str, optax.GradientTransformation] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""NorMuon, arXiv 2510.05491: neurons normalized, and matrices to an RMS of 0.2.
 
@@ -159,8 +166,9 @@ def normuon(
       learning_rate: :math:`\eta` of the matrices, a number or a schedule. If
         `optax.adamw(lr)` is tuned for a model, start with lr**0.5 / 8.
       matrices: which parameters are matrices: what
-        `jax_muon.find_matrices(params, loss_fn, batch)` returns, or labels; see
-        `partition`.
+        `jax_muon.find_matrices(params, loss_fn, batch)` returns; its `rules`, such as
+        {"embed": "adamw", "*": "muon"}; or a function of the parameters' shapes that
+        returns one of these.
       adamw: the optimizer of all other parameters, any optax transform: the one that
         trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
         in `groups`.
@@ -177,13 +185,14 @@ def normuon(
       polar: instead of these two, a polar factor as for `orthogonalize`, such as
         `PolarExpress(8)`.
       mu_dtype: dtype in which the momentum is stored; None for the parameters'. See
-        `nesterov`.
+        `scale_by_momentum`.
       groups: label to a transform, for labels other than "muon" and "adamw", such as
         {"frozen": optax.set_to_zero()}.
 
     Raises:
       ValueError: at once, a number out of range, `polar` beside `ns_steps` or `dtype`;
-        at init and update, as `partition`.
+        at init and update, with its path, a parameter whose label has no transform, or
+        is "muon" although it is no matrix; gradients or state of other shapes.
 
     Examples:
       >>> params = {"mlp": jnp.arange(8.0).reshape(2, 4)}
@@ -194,27 +203,28 @@ def normuon(
       0.2
     """
 
-    def chain(mask: Mask, matrices: Matrices) -> optax.GradientTransformation:
-        return optax.chain(
-            scale_by_momentum(momentum, nesterov=False, mu_dtype=mu_dtype),
-            orthogonalize(_polar(polar, ns_steps, dtype), matrices=matrices),
+    def chain(matrices: Matrices, mask: Mask) -> optax.GradientTransformation:
+        on_matrices = optax.chain(
+            orthogonalize(_polar(polar, ns_steps, dtype), joins=matrices.joins),
             # The paper adds 1e-8 to the root; here the root is at least 1e-8. The
             # default, 1e-5, would hold back neurons whose first updates are small.
-            scaling.scale_by_normuon(
-                beta2, axis="output", eps=1e-16, matrices=matrices
-            ),
-            scaling.normalize_frobenius(0.2, matrices=matrices),
+            scaling.scale_by_normuon(beta2, axis="output", eps=1e-16),
+            scaling.normalize_frobenius(0.2),
             decays.add_decayed_weights(weight_decay, mask),
             _descend(learning_rate),
         )
+        return optax.chain(
+            scale_by_momentum(momentum, nesterov=False, mu_dtype=mu_dtype),
+            as_matrices(on_matrices, matrices),
+        )
 
-    return _recipe(chain, weight_decay_mask, matrices, adamw, groups)
+    return _recipe(chain, matrices, weight_decay_mask, adamw, groups)
 
 
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    matrices: Reader,
+    matrices: Reading,
     adamw: optax.GradientTransformation | None = None,
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.0,
@@ -226,7 +236,7 @@ def muon(
     dtype: jax.typing.DTypeLike | None = None,
     polar: Polar | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    groups: Mapping[str, Group] | None = None,
+    groups: Mapping[str, optax.GradientTransformation] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
 
@@ -245,8 +255,9 @@ def muon(
         `optax.adamw(lr)` is tuned for a model, start with (lr * width)**0.5 / 40; see
         docs/rates.md.
       matrices: which parameters are matrices: what
-        `jax_muon.find_matrices(params, loss_fn, batch)` returns, or labels; see
-        `partition`.
+        `jax_muon.find_matrices(params, loss_fn, batch)` returns; its `rules`, such as
+        {"embed": "adamw", "*": "muon"}; or a function of the parameters' shapes that
+        returns one of these.
       adamw: the optimizer of all other parameters, any optax transform: the one that
         trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
         in `groups`.
@@ -257,7 +268,8 @@ def muon(
         or modules, or a function of the parameters that returns it; None for all.
       nesterov: False takes the polar factor of :math:`M`, without look-ahead.
       bias_correction: divide the average by the sum of its weights, as
-        `optax.contrib.muon` does; see `nesterov`.
+        `optax.contrib.muon` does; see
+        `scale_by_momentum`.
       adjust_lr_fn: the factor of a shape: "original", max(1, out/in)^0.5;
         "match_rms_adamw", 0.2 max(in, out)^0.5; "spectral_norm", (out/in)^0.5; None, 1;
         or a function of (in, out), which `optax.inject_hyperparams` would call as a
@@ -268,13 +280,14 @@ def muon(
       polar: instead of these two, a polar factor as for `orthogonalize`, such as
         `PolarExpress(8)`.
       mu_dtype: dtype in which the momentum is stored; None for the parameters'. See
-        `nesterov`.
+        `scale_by_momentum`.
       groups: label to a transform, for labels other than "muon" and "adamw", such as
         {"frozen": optax.set_to_zero()}.
 
     Raises:
       ValueError: at once, a number out of range, `polar` beside `ns_steps` or `dtype`;
-        at init and update, as `partition`.
+        at init and update, with its path, a parameter whose label has no transform, or
+        is "muon" although it is no matrix; gradients or state of other shapes.
 
     Examples:
       >>> params = {"mlp": 3.0 * jnp.eye(2)}
@@ -291,13 +304,13 @@ def muon(
     )
     polar = _polar(polar, ns_steps, dtype)
     chain = _muon(average, polar, adjust_lr_fn, weight_decay, learning_rate)
-    return _recipe(chain, weight_decay_mask, matrices, adamw, groups)
+    return _recipe(chain, matrices, weight_decay_mask, adamw, groups)
 
 
 def moonlight(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    matrices: Reader,
+    matrices: Reading,
     adamw: optax.GradientTransformation | None = None,
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.1,
@@ -306,7 +319,7 @@ def moonlight(
     dtype: jax.typing.DTypeLike | None = None,
     polar: Polar | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    groups: Mapping[str, Group] | None = None,
+    groups: Mapping[str, optax.GradientTransformation] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Moonlight's Muon, arXiv 2502.16982: `muon` with AdamW's update RMS of 0.2.
 
@@ -325,8 +338,9 @@ def moonlight(
       learning_rate: :math:`\eta` of the matrices, a number or a schedule. If
         `optax.adamw(lr)` is tuned for a model, start with lr**0.5 / 8.
       matrices: which parameters are matrices: what
-        `jax_muon.find_matrices(params, loss_fn, batch)` returns, or labels; see
-        `partition`.
+        `jax_muon.find_matrices(params, loss_fn, batch)` returns; its `rules`, such as
+        {"embed": "adamw", "*": "muon"}; or a function of the parameters' shapes that
+        returns one of these.
       adamw: the optimizer of all other parameters, any optax transform: the one that
         trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
         in `groups`.
@@ -341,13 +355,14 @@ def moonlight(
       polar: instead of these two, a polar factor as for `orthogonalize`, such as
         `PolarExpress(8)`.
       mu_dtype: dtype in which the momentum is stored; None for the parameters'. See
-        `nesterov`.
+        `scale_by_momentum`.
       groups: label to a transform, for labels other than "muon" and "adamw", such as
         {"frozen": optax.set_to_zero()}.
 
     Raises:
       ValueError: at once, a number out of range, `polar` beside `ns_steps` or `dtype`;
-        at init and update, as `partition`.
+        at init and update, with its path, a parameter whose label has no transform, or
+        is "muon" although it is no matrix; gradients or state of other shapes.
 
     Examples:
       >>> params = {"mlp": jnp.eye(25)}
@@ -359,13 +374,13 @@ def moonlight(
     average = scale_by_momentum(momentum, mu_dtype=mu_dtype)
     polar = _polar(polar, ns_steps, dtype)
     chain = _muon(average, polar, "match_rms_adamw", weight_decay, learning_rate)
-    return _recipe(chain, weight_decay_mask, matrices, adamw, groups)
+    return _recipe(chain, matrices, weight_decay_mask, adamw, groups)
 
 
 def teon(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    matrices: Reader,
+    matrices: Reading,
     adamw: optax.GradientTransformation | None = None,
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.0,
@@ -374,7 +389,7 @@ def teon(
     dtype: jax.typing.DTypeLike | None = None,
     polar: Polar | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    groups: Mapping[str, Group] | None = None,
+    groups: Mapping[str, optax.GradientTransformation] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""TEON (arXiv 2601.23261): Muon on matrices that consecutive layers share.
 
@@ -394,9 +409,10 @@ def teon(
     Args:
       learning_rate: :math:`\eta` of the matrices, a number or a schedule.
       matrices: which parameters are matrices: what
-        `jax_muon.find_matrices(params, loss_fn, batch)` returns, or labels; see
-        `partition`. Without `joins`, queries, keys and values are joined two by two;
-        if no two layers have them, init raises an error.
+        `jax_muon.find_matrices(params, loss_fn, batch)` returns; its `rules`, such as
+        {"embed": "adamw", "*": "muon"}; or a function of the parameters' shapes that
+        returns one of these. Without `joins`, queries, keys and values are joined two
+        by two; if no two layers have them, init raises an error.
       adamw: the optimizer of all other parameters, any optax transform: the one that
         trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
         in `groups`.
@@ -411,13 +427,14 @@ def teon(
       polar: instead of these two, a polar factor as for `orthogonalize`, such as
         `PolarExpress(8)`.
       mu_dtype: dtype in which the momentum is stored; None for the parameters'. See
-        `nesterov`.
+        `scale_by_momentum`.
       groups: label to a transform, for labels other than "muon" and "adamw", such as
         {"frozen": optax.set_to_zero()}.
 
     Raises:
       ValueError: at once, a number out of range, `polar` beside `ns_steps` or `dtype`;
-        at init and update, as `partition`.
+        at init and update, with its path, a parameter whose label has no transform, or
+        is "muon" although it is no matrix; gradients or state of other shapes.
 
     Examples:
       >>> params = {"layers": [{"q": jnp.eye(4), "out": jnp.eye(4)}] * 2}
@@ -428,29 +445,29 @@ def teon(
       >>> [round(float(x[0, 0]), 3) for x in updates["layers"][0].values()]
       [-1.0, -0.707]
     """
-
-    def in_pairs(params: optax.Params) -> Matrices:
-        single = reader(matrices)(params)
-        return with_joins(single, 2) if single.joins is None else single
-
     average = scale_by_momentum(momentum, nesterov=False, mu_dtype=mu_dtype)
     table = coefficients.polar_express_paper
     polar = _polar(polar, ns_steps, dtype, table, norm_factor=1.01)
-    chain = _muon(average, polar, "spectral_norm", weight_decay, learning_rate)
-    return _recipe(chain, weight_decay_mask, in_pairs, adamw, groups)
+    single = _muon(average, polar, "spectral_norm", weight_decay, learning_rate)
+
+    def chain(matrices: Matrices, mask: Mask) -> optax.GradientTransformation:
+        joined = matrices.joins is not None
+        return single(matrices if joined else with_joins(matrices, 2), mask)
+
+    return _recipe(chain, matrices, weight_decay_mask, adamw, groups)
 
 
 def muonh(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    matrices: Reader,
+    matrices: Reading,
     adamw: optax.GradientTransformation | None = None,
     momentum: optax.ScalarOrSchedule = 0.95,
     ns_steps: int | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     polar: Polar | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    groups: Mapping[str, Group] | None = None,
+    groups: Mapping[str, optax.GradientTransformation] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""MuonH, arXiv 2606.16899: Jordan's Muon in steps of a fixed angle, without decay.
 
@@ -466,8 +483,9 @@ def muonh(
       learning_rate: :math:`\eta`, an angle; see `hyperball`. A first guess is the root
         of learning rate times weight decay of `muon`. A number or a schedule.
       matrices: which parameters are matrices: what
-        `jax_muon.find_matrices(params, loss_fn, batch)` returns, or labels; see
-        `partition`.
+        `jax_muon.find_matrices(params, loss_fn, batch)` returns; its `rules`, such as
+        {"embed": "adamw", "*": "muon"}; or a function of the parameters' shapes that
+        returns one of these.
       adamw: the optimizer of all other parameters, any optax transform: the one that
         trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
         in `groups`.
@@ -478,13 +496,14 @@ def muonh(
       polar: instead of these two, a polar factor as for `orthogonalize`, such as
         `PolarExpress(8)`.
       mu_dtype: dtype in which the momentum is stored; None for the parameters'. See
-        `nesterov`.
+        `scale_by_momentum`.
       groups: label to a transform, for labels other than "muon" and "adamw", such as
         {"frozen": optax.set_to_zero()}.
 
     Raises:
       ValueError: at once, a number out of range, `polar` beside `ns_steps` or `dtype`;
-        at init and update, as `partition`.
+        at init and update, with its path, a parameter whose label has no transform, or
+        is "muon" although it is no matrix; gradients or state of other shapes.
 
     Examples:
       >>> params = {"mlp": jnp.array([[3.0, 0.0], [0.0, 4.0]])}
@@ -494,14 +513,17 @@ def muonh(
       5.0
     """
 
-    def chain(_: Mask, matrices: Matrices) -> optax.GradientTransformation:
+    def chain(matrices: Matrices, _: Mask) -> optax.GradientTransformation:
+        on_matrices = optax.chain(
+            orthogonalize(_polar(polar, ns_steps, dtype), joins=matrices.joins),
+            hyperball(learning_rate),
+        )
         return optax.chain(
             scale_by_momentum(momentum, mu_dtype=mu_dtype),
-            orthogonalize(_polar(polar, ns_steps, dtype), matrices=matrices),
-            hyperball(learning_rate, matrices=matrices),
+            as_matrices(on_matrices, matrices),
         )
 
-    return _recipe(chain, None, matrices, adamw, groups)
+    return _recipe(chain, matrices, None, adamw, groups)
 
 
 def _polar(
@@ -534,43 +556,53 @@ def _muon(
     learning_rate: optax.ScalarOrSchedule,
 ) -> Chain:
     """The chain of `muon` and of recipes that only have other settings."""
-    return lambda mask, matrices: optax.chain(
-        average,
-        orthogonalize(polar, matrices=matrices),
-        scaling.scale_by_shape(adjust_lr_fn, matrices=matrices),
-        decays.add_decayed_weights(weight_decay, mask),
-        _descend(learning_rate),
-    )
+
+    def chain(matrices: Matrices, mask: Mask) -> optax.GradientTransformation:
+        on_matrices = optax.chain(
+            orthogonalize(polar, joins=matrices.joins),
+            scaling.scale_by_shape(adjust_lr_fn),
+            decays.add_decayed_weights(weight_decay, mask),
+            _descend(learning_rate),
+        )
+        return optax.chain(average, as_matrices(on_matrices, matrices))
+
+    return chain
 
 
 def _descend(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    """Step against the direction."""
+    """Step against the direction.
+
+    It stands within `as_matrices`: after the parts of a fused kernel are one again, it
+    would read and write them once more.
+    """
     rate = checks.as_rate("learning_rate", learning_rate)
     return optax.scale_by_learning_rate(rate)
 
 
 def _recipe(
     chain: Chain,
+    matrices: Reading,
     mask: Mask,
-    matrices: Reader,
     adamw: optax.GradientTransformation | None,
-    groups: Mapping[str, Group] | None,
+    groups: Mapping[str, optax.GradientTransformation] | None,
 ) -> optax.GradientTransformationExtraArgs:
     """The chain for "muon", a transform for "adamw", and the user's groups."""
-    groups = {} if groups is None else groups
-    if MUON in groups or ADAMW in groups:
+    others = dict(groups or {})
+    if MUON in others or ADAMW in others:
         expected = f"others than {MUON!r}, and {ADAMW!r}, whose transform is adamw="
-        checks.refuse("labels of groups", [*groups], expected)
+        checks.refuse("labels of groups", [*others], expected)
+    for label, tx in others.items():
+        others[label] = checks.as_transform(f"groups[{label!r}]", tx)
     if adamw is not None:
-        groups = {ADAMW: checks.as_transform("adamw", adamw), **groups}
+        others[ADAMW] = checks.as_transform("adamw", adamw)
     decays.check_mask("weight_decay_mask", mask)
-    chain(None, Matrices({}))  # a wrong setting of a piece is an error now
+    chain(Matrices({}), None)  # a wrong setting of a piece is an error now
 
-    def masked(mask: Mask) -> optax.GradientTransformationExtraArgs:
-        return partition({MUON: functools.partial(chain, mask), **groups}, matrices)
+    def transforms(
+        read: Matrices, tree: optax.Params
+    ) -> dict[str, optax.GradientTransformation]:
+        # A mask is about whole parameters, also of other labels.
+        by_path = None if mask is None else decays.mask_by_path(mask, tree)
+        return {MUON: chain(read, by_path), **others}
 
-    tx = masked(None)
-    if mask is None:
-        return tx
-    # A mask is about whole parameters, and not about the parts in a group.
-    return built_for_each_tree(lambda tree: masked(decays.mask_by_path(mask, tree)))
+    return by_label(transforms, matrices)

@@ -18,7 +18,6 @@ import optax
 import pytest
 
 import jax_muon as jm
-from jax_muon.base.facts import Facts
 from tests import trees
 from tests.matrices import toy
 from tests.recipes import RECIPES, SHAPES
@@ -90,7 +89,7 @@ def test_the_chain_of_the_page_is_the_recipe_bit_for_bit():
     """Two steps, so that momentum and NorMuon's means count."""
     shapes = SHAPES | {"up": (3, 6, 8), "conv": (3, 3, 4, 8), "tall": (12, 5)}
     start, *grads = (trees.normal(shapes, seed) for seed in range(3))
-    names = {"jm": jm, "optax": optax, "matrices": toy}
+    names = {"jm": jm, "optax": optax, "matrices": toy(start)}
     exec([*BLOCK.finditer((DOCS / "chain.md").read_text())][1][1], names)
     plain = RECIPES["nanochat"]()
     ends = [trees.run(tx, start, grads)[1] for tx in (names["tx"], plain)]
@@ -154,7 +153,7 @@ def test_no_file_imports_from_a_higher_floor():
         here = floors[parts[0]]
         tree = ast.parse(file.read_text())
         types = [x for x in tree.body if ast.unparse(x).startswith("if TYPE_CHECKING:")]
-        # The base may name types of higher floors, for what these record and set there.
+        # The base may name types of higher floors, for what these set there.
         assert not types or parts[0] == "base", file
         for node in ast.walk(tree):
             if any(node in x.body for x in types):
@@ -167,19 +166,6 @@ def test_no_file_imports_from_a_higher_floor():
                     # Transforms are given a reading; they never make one.
                     reads = name[0] == "matrices" and name[1] in ("find", "computation")
                     assert not (parts[0] == "transforms" and reads), file
-
-
-def test_comments_say_which_files_write_each_fact():
-    """The last line of a field's comment: `# partition, matrices -> describe`."""
-    package = ROOT / "jax_muon"
-    source = (package / "base" / "facts.py").read_text()
-    comments = re.findall(r"([\w/, ]+) -> [\w/, ]+\n    (\w+): ", source)
-    said = {name: {*files.strip().split(", ")} for files, name in comments}
-    writers = {name: set() for name in vars(Facts())}
-    for file in {*package.rglob("*.py")} - {package / "base" / "facts.py"}:
-        for name in re.findall(r"\bnote\(\)\.(\w+)", file.read_text()):
-            writers[name].add(file.stem)
-    assert said == writers
 
 
 def test_ci_runs_every_environment_of_outside():

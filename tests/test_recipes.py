@@ -286,13 +286,16 @@ def test_groups_of_the_user_and_one_reading():
         rules = {"early": "early", "frozen": "frozen", "late": by_heads}
         return jm.find_matrices(params, rules=rules)
 
-    def group(rate):
-        return lambda matrices: optax.chain(
-            jm.orthogonalize(jm.ExactPolar(), matrices=matrices), optax.scale(-rate)
-        )
-
-    groups = {"muon": group(0.5), "early": group(0.25), "adamw": optax.sgd(1.0)}
-    tx = jm.partition(groups | {"frozen": optax.set_to_zero()}, read)
+    early = jm.as_matrices(jm.orthogonalize(jm.ExactPolar()), {"early": "muon"})
+    groups = {"early": optax.chain(early, optax.scale(-0.25))}
+    tx = jm.muon(
+        0.5,
+        matrices=read,
+        adamw=optax.sgd(1.0),
+        groups=groups | {"frozen": optax.set_to_zero()},
+        polar=jm.ExactPolar(),
+        adjust_lr_fn=None,
+    )
     state = jax.jit(tx.init)(params)
     updates, _ = jax.jit(tx.update)(grads, state, params)
     assert len(seen) == 2

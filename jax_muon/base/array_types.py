@@ -3,10 +3,11 @@
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
@@ -69,6 +70,29 @@ def is_explicit(x: object) -> bool:
     `jax.typeof(x)` is then `float32[1024@data,768]`; on Auto axes float32[1024,768].
     """
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def entries(x: Array) -> tuple[Any, ...]:
+    """The entry of the spec for each axis; None where the type does not show it."""
+    if not (isinstance(x, jax.Array) and is_explicit(x)):
+        return (None,) * x.ndim
+    return tuple(jax.typeof(x).sharding.spec)
+
+
+def reshard(x: Array, spec: Iterable[Any]) -> Array:
+    """The array with these entries of its spec, if its type shows them."""
+    spec = PartitionSpec(*spec)
+    if entries(x) == tuple(spec):
+        return x
+    return jax.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, spec))
+
+
+def reshape(x: Array, shape: Sequence[int], spec: Iterable[Any]) -> Array:
+    """The array in another shape, with these entries of its spec."""
+    if not (isinstance(x, jax.Array) and is_explicit(x)):
+        return x.reshape(tuple(shape))
+    sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
+    return jnp.reshape(x, tuple(shape), out_sharding=sharding)
 
 
 def replicated(tree: PyTree) -> PyTree:

@@ -126,20 +126,12 @@ def as_transform(name: str, tx: object) -> optax.GradientTransformationExtraArgs
     """An optax transform, as one that takes extra arguments."""
     if isinstance(tx, optax.MultiSteps):  # not a GradientTransformation
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)
-    check_kind(name, tx, optax.GradientTransformation, "an optax transform")
+    if not isinstance(tx, optax.GradientTransformation):
+        factory, module = (str(getattr(tx, x, "")) for x in ("__name__", "__module__"))
+        is_public = getattr(sys.modules.get(module), factory, None) is tx
+        like = f", such as {factory}(1e-3)" if is_public else ""
+        refuse(name, tx, f"an optax transform{like}")
     return optax.with_extra_args_support(tx)
-
-
-def check_no_factory(name: str, value: object) -> None:
-    """Refuse `optax.sgd`, given for `optax.sgd(1e-3)` where functions may be given.
-
-    A public name of its module is refused. What a factory returns, such as
-    "constant_schedule.<locals>.<lambda>", has none, nor has a user's function.
-    """
-    factory, module = (str(getattr(value, x, "")) for x in ("__name__", "__module__"))
-    is_public = getattr(sys.modules.get(module), factory, None) is value
-    if is_public and module.startswith(("optax.", "jax_muon.")):
-        refuse(name, value, f"an optax transform, such as {factory}(1e-3)")
 
 
 # --- trees ----------------------------------------------------------------------------
@@ -181,6 +173,26 @@ def vector_hint(tree: PyTree) -> str:
     return "; one vector, as optax.flatten makes: unflatten before the optimizer"
 
 
+def checked_update(
+    tx: optax.GradientTransformationExtraArgs,
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None,
+    **extra_args: Any,
+) -> tuple[optax.Updates, optax.OptState]:
+    """The update of a transform; a ValueError names what does not fit in its state."""
+    try:
+        stepped, new = tx.update(updates, state, params, **extra_args)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        right = jax.eval_shape(tx.init, updates if params is None else params)
+        check_state(state, right)
+        check_no_dicts(state, right)
+        raise
+    check_state(state, new)  # transforms may broadcast one of another shape
+    check_alike("update", stepped, "gradient", updates)
+    return stepped, new
+
+
 def check_state(restored: PyTree, like: PyTree) -> None:
     """A state needs the paths and shapes of `like`: arrays, or their shapes."""
     what = "the state is not one of this optimizer on these parameters: array"
@@ -191,7 +203,7 @@ def check_no_dicts(restored: PyTree, like: PyTree) -> None:
     """A state needs the NamedTuples and tuples of `like`, not dicts with equal paths.
 
     A checkpoint that is restored without a target has those: {"0": {"mu": ...}} instead
-    of (NesterovState(mu=...),), both with the path 0/mu.
+    of (ScaleByMomentumState(mu=...),), both with the path 0/mu.
     """
 
     def kinds(tree: PyTree) -> dict[str, list[type]]:
@@ -234,5 +246,6 @@ def _text(x: ArrayLike | None) -> str:
 
 def _same(x: ArrayLike, y: ArrayLike) -> bool:
     """True for two arrays of one shape, both or neither of them floating-point."""
-    floating = {bool(jnp.issubdtype(jnp.result_type(z), jnp.floating)) for z in (x, y)}
-    return np.shape(x) == np.shape(y) and len(floating) == 1
+    dtype, other = jnp.result_type(x), jnp.result_type(y)
+    alike = jnp.issubdtype(dtype, jnp.floating) == jnp.issubdtype(other, jnp.floating)
+    return np.shape(x) == np.shape(y) and bool(alike)

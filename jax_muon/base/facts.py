@@ -1,54 +1,32 @@
 """Facts that transforms record while they are traced, for tools and layouts.
 
-A transform adds one by `facts.note()`, as in `note().residuals["up"] = "int16"`.
-Outside of `recording`, as in a training run, facts are dropped.
+A module records in a class of its own, such as `Residuals`, a dict by path of a
+parameter: `facts.note(Residuals)["up"] = "int16"`. Who imports that class reads
+`recorded[Residuals]`. Outside of `recording`, as in a training run, facts are dropped.
 """
 
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import jax
 from jaxtyping import PyTree
 
-if TYPE_CHECKING:  # types of higher floors, whose modules record here
-    from jax_muon.matrices.matrices import Parameter
-    from jax_muon.mesh.layout import Placed
-    from jax_muon.mesh.on_mesh import MeshOptimizer
-    from jax_muon.mesh.plan import Pool
+T = TypeVar("T")
 
 
-@dataclass
 class Facts:
-    """Facts about one optimizer. Keys are paths of parameters, unless a comment says
-    otherwise; each comment ends with the files that write and read the fact.
-    """
+    """What the modules recorded about one optimizer: one object of each class."""
 
-    # How each leaf was read; as one parameter, also if it is split into parts.
-    # partition, matrices -> layout
-    leaves: "dict[str, Parameter]" = field(default_factory=dict)
-    # The same, but with parts in place of a split leaf: "qkv/q", "qkv/k", "qkv/v".
-    # partition, matrices -> describe
-    parameters: "dict[str, Parameter]" = field(default_factory=dict)
-    # How many matrices are orthogonalized as one, mostly 1; only of parameters that
-    # are orthogonalized. orthogonalize -> describe
-    joined: dict[str, int] = field(default_factory=dict)
-    # The factor of `scale_by_shape`, such as 2.0. scaling -> describe
-    scales: dict[str, float] = field(default_factory=dict)
-    # The dtype of a residual, such as "int16". keep_residual -> describe
-    residuals: dict[str, str] = field(default_factory=dict)
-    # True if polar factors of (m, n), m <= n, take the kernels for Hopper GPUs; by
-    # (m, n). factors -> describe
-    kernels: dict[tuple[int, int], bool] = field(default_factory=dict)
-    # Pools by all the paths that one `orthogonalize` got.
-    # orthogonalize -> describe, verify
-    pools: "dict[tuple[str, ...], list[Pool]]" = field(default_factory=dict)
-    # Devices along each axis of the mesh, by name. orthogonalize -> describe
-    sizes: dict[str, int] = field(default_factory=dict)
-    # Each `on_mesh`, with the specs of its leaves. on_mesh -> describe, verify
-    on_mesh: "list[tuple[MeshOptimizer, Placed]]" = field(default_factory=list)
+    def __init__(self) -> None:
+        """Nothing is recorded yet."""
+        self._by_class: dict[type, object] = {}
+
+    def __getitem__(self, kind: type[T]) -> T:
+        found = self._by_class.setdefault(kind, kind())
+        assert isinstance(found, kind)
+        return found
 
 
 _recorded: contextvars.ContextVar[Facts | None] = contextvars.ContextVar(
@@ -56,9 +34,10 @@ _recorded: contextvars.ContextVar[Facts | None] = contextvars.ContextVar(
 )
 
 
-def note() -> Facts:
-    """The record to add to; outside of `recording`, one that nobody reads."""
-    return _recorded.get() or Facts()
+def note(kind: type[T]) -> T:
+    """The object of a class to add to; outside of `recording` nobody reads it."""
+    facts = _recorded.get()
+    return kind() if facts is None else facts[kind]
 
 
 @contextlib.contextmanager

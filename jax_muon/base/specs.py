@@ -69,15 +69,16 @@ def finer(
     shape: tuple[int, ...],
     names: Sequence[str],
     sizes: Sizes,
-    last: Container[int] = (),
+    last: Sequence[int] = (),
 ) -> PartitionSpec:
     """The spec with other mesh axes added to the first axis that all of them divide.
 
-    Axes of `last` come after all others. If none fits, the spec stays as it is.
+    Axes of `last` come after all others, in that order. If none fits, the spec stays as
+    it is.
     """
     names = tuple(name for name in names if name not in spec_names(spec))
     entries = [*spec, *[None] * (len(shape) - len(spec))]
-    for axis in sorted(range(len(shape)), key=lambda axis: axis in last):
+    for axis in [x for x in range(len(shape)) if x not in last] + [*last]:
         entry = (*entry_names(entries[axis]), *names)
         if names and shape[axis] % devices_over(entry, sizes) == 0:
             entries[axis] = entry

@@ -31,7 +31,10 @@ def is_box(x: object) -> bool:
 
     In a tree of specs it holds a spec or None instead of the array.
     """
-    if not isinstance(x, _box_types()):
+    # Most nodes are one of the first, and no box.
+    if isinstance(x, dict | list | tuple | jax.Array) or not isinstance(
+        x, _box_types()
+    ):
         return False
     # nnx.Param(x) holds one array; a Variable that holds a tree is no box.
     contents = _children(x)
@@ -54,9 +57,12 @@ def _children(x: PyTree) -> list[Any]:
 
 def unbox(tree: PyTree) -> PyTree:
     """The tree with each Flax box replaced by its array; metadata is dropped."""
-    return jax.tree.map(
-        lambda x: _children(x)[0] if is_box(x) else x, tree, is_leaf=is_box
-    )
+    return jax.tree.map(unboxed, tree, is_leaf=is_box)
+
+
+def unboxed(x: Any) -> Any:
+    """The array in a box, or the array."""
+    return _children(x)[0] if is_box(x) else x
 
 
 def leaves_with_paths(
@@ -67,9 +73,8 @@ def leaves_with_paths(
     {"up": nnx.Param(x)} gives [("up", x)]; JAX's own path would be "up/value".
     """
     # A box is a leaf first, and its array then has the path of the box.
-    flat = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda x: is_box(x) or (is_leaf is not None and is_leaf(x))
-    )
+    stops = is_leaf and (lambda x: is_box(x) or is_leaf(x))
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=stops or is_box)
     return [
         (path_string(key_path), leaf)
         for key_path, x in flat
@@ -200,9 +205,11 @@ def as_wide_as_params(updates: PyTree, params: PyTree) -> PyTree:
     """
 
     def widen(u: Array | None, p: Array) -> Array | None:
-        if u is None or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (u, p)):
+        if u is None or u.dtype == p.dtype:
             return u
-        return u.astype(p.dtype) if wider(u.dtype, p.dtype) == p.dtype else u
+        floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (u, p))
+        widens = floating and wider(u.dtype, p.dtype) == p.dtype
+        return u.astype(p.dtype) if widens else u
 
     if params is None:
         return updates

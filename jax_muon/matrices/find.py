@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from jax_muon.base import checks, trees
+from jax_muon.base.array_types import on_users_axes
 from jax_muon.matrices.heads import heads_apart
 from jax_muon.matrices.joins import Joins, with_joins
 from jax_muon.matrices.matrices import (
@@ -26,14 +27,13 @@ from jax_muon.matrices.matrices import (
     Parameter,
     list_doubts,
     not_a_matrix,
-    read_by,
 )
 from jax_muon.matrices.rules import BY_RULES, Rules, apply_rules
 from jax_muon.matrices.splits import Splits
 
-# How parameters are read: a `Matrices`; rules, as for `find_matrices`, or a tree of
-# labels or dimension numbers; or a function of the tree that returns one of these.
-Reader: TypeAlias = Matrices | Rules | Callable[[PyTree], Matrices | Rules]
+# How parameters are read: a value, which is a `Matrices`, or rules that make one; or a
+# function of the parameters that returns such a value.
+Reading: TypeAlias = Matrices | Rules | Callable[[PyTree], Matrices | Rules]
 
 
 def find_matrices(
@@ -147,35 +147,33 @@ def find_matrices(
     return with_joins(Matrices(ruled, splits), joins)
 
 
-def reader(matrices: Reader) -> Callable[[PyTree], Matrices]:
-    """The function that reads a tree; `matrices` as in `partition`.
+def resolve(matrices: Reading, tree: PyTree) -> Matrices:
+    """The reading of a tree, or of one that is a part of what was read.
 
-    `reader({"wte": "adamw", "*": "muon"})(params)` is
+    `resolve({"wte": "adamw", "*": "muon"}, params)` is
     `find_matrices(params, rules={"wte": "adamw", "*": "muon"})`.
     """
-    expected = (
-        "jax_muon.find_matrices(params, loss_fn, batch); rules, such as "
-        "{'embed': 'adamw', '*': 'muon'}, or a tree of labels; or a function of params "
-        "alone that returns one of these" + checks.injected(matrices, "matrices")
-    )
-    if not trees.is_function(matrices):
-        _check_reading("matrices", matrices, expected)
-
-    def read_tree(tree: PyTree) -> Matrices:
-        reading = matrices
-        if trees.is_function(matrices):
-            reading = read_by(matrices, tree)
-            _check_reading("matrices(params)", reading, expected)
-        if isinstance(reading, Matrices):
-            return reading
-        return find_matrices(tree, rules=reading)
-
-    return read_tree
+    found = matrices
+    if trees.is_function(matrices):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        with on_users_axes():  # a loss may not know Explicit axes
+            found = matrices(shapes)
+        check_reading("matrices(params)", found)
+    if not isinstance(found, Matrices):
+        found = find_matrices(tree, rules=found)
+    return found.of(tree)
 
 
-def _check_reading(name: str, value: Reader, expected: str) -> None:
-    """The value must be a `Matrices`, or rules in a container; "muon" is neither."""
-    if value is None or jax.tree_util.all_leaves([value]):
+def check_reading(name: str, value: Reading) -> None:
+    """The value must be a `Matrices`, labels in a container, or a function."""
+    if not trees.is_function(value) and (
+        value is None or jax.tree_util.all_leaves([value])
+    ):
+        expected = (
+            "jax_muon.find_matrices(params, loss_fn, batch); labels by path, such as "
+            "{'embed': 'adamw', '*': 'muon'}, or in a tree; or a function of params "
+            "alone that returns one of these" + checks.injected(value, "matrices")
+        )
         checks.check_kind(name, value, Matrices, expected)
 
 

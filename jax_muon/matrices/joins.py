@@ -74,20 +74,17 @@ class Joined:
 
 
 def joined_matrices(
-    matrices: Matrices, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
+    joins: Sequence[Join], names: Sequence[str], shapes: Sequence[tuple[int, ...]]
 ) -> list[Joined]:
-    """Which matrices of these parameters are orthogonalized as one: each matrix once.
+    """Which matrices of these leaves (..., in, out) are one: each matrix once.
 
     A join with a leaf that is not here, or in a join before it, joins nothing. `shapes`
     may be of one device's shards.
     """
-    counts = [
-        [shape[axis] for axis in matrices.axes(name).batch]
-        for name, shape in zip(names, shapes, strict=True)
-    ]
+    counts = [shape[:-2] for shape in shapes]
     left = {name: leaf for leaf, name in enumerate(names)}
     found: list[Joined] = []
-    for join in matrices.joins or ():
+    for join in joins:
         if not left.keys() >= {*join.paths}:
             continue
         leaves = tuple(left.pop(path) for path in join.paths)
@@ -105,15 +102,19 @@ def joined_matrices(
 
 
 def map_joined(
-    factors: Factors, joined: Sequence[Joined], views: Sequence[Float[Array, "_ _ _"]]
-) -> list[Float[Array, "_ _ _"]]:
-    """Views after a function of all joined matrices, which cover every matrix."""
-    results = factors([x.view(views) for x in joined])
-    parts: list[list[Array]] = [[] for _ in views]  # of each leaf, along its batch
+    factors: Factors, joined: Sequence[Joined], leaves: Sequence[Float[Array, "*b _ _"]]
+) -> list[Float[Array, "*b _ _"]]:
+    """Leaves after a function of all joined matrices, which cover every matrix."""
+    stacks = [x.reshape(-1, *x.shape[-2:]) for x in leaves]
+    results = factors([x.view(stacks) for x in joined])
+    parts: list[list[Array]] = [[] for _ in leaves]  # of each leaf, along its batch
     for x, result in zip(joined, results, strict=True):
         for leaf, part in zip(x.leaves, x.undo(result), strict=True):
             parts[leaf].append(part)
-    return [jnp.concatenate(pieces) for pieces in parts]
+    return [
+        jnp.concatenate(pieces).reshape(x.shape).astype(x.dtype)
+        for x, pieces in zip(leaves, parts, strict=True)
+    ]
 
 
 def map_stacks(
@@ -157,7 +158,7 @@ def map_stacks(
 
 def with_joins(matrices: Matrices, joins: Joins | None) -> Matrices:
     """The same parameters with other joins; a ValueError for some that join nothing."""
-    parts = read_parts(matrices, matrices.splits)  # which checks the splits
+    parts = read_parts(matrices.parameters, matrices.splits)  # which checks the splits
     if joins is None:
         return matrices
     patterns: Any = joins if isinstance(joins, Mapping) else {None: joins}

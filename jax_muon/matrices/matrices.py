@@ -2,15 +2,15 @@
 
 A parameter is a batch of matrices (in, out): the axes that are summed over when the
 model applies it (`reduction_axis`), the axes that it produces (`output_axis`), and
-every other axis as a batch. `jax_muon.find_matrices` makes a `Matrices`, in which the
-pieces look parameters up by path. It holds no arrays, so one serves every mesh.
+every other axis as a batch. `jax_muon.find_matrices` makes a `Matrices`, in which
+`as_matrices` looks parameters up by path. It holds no arrays, so one serves every mesh.
 """
 
 import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,7 @@ from jaxtyping import Array, Float, PyTree
 from numpy.lib.array_utils import normalize_axis_tuple
 from optax.contrib import MuonDimensionNumbers
 
-from jax_muon.base import checks, facts, trees
-from jax_muon.base.array_types import on_users_axes
+from jax_muon.base import array_types, checks, trees
 from jax_muon.base.tables import aligned, shape_text, sizes_text
 
 _READ = "jax_muon.find_matrices(params, loss_fn, batch)"
@@ -49,22 +48,47 @@ class MatrixAxes:
             math.prod(shape[axis] for axis in self.output),
         )
 
-    def view(self, x: Float[Array, "..."]) -> Float[Array, "batch fan_in fan_out"]:
-        """The parameter as a batch of matrices.
+    def view(self, x: Float[Array, "..."]) -> Float[Array, "*batch fan_in fan_out"]:
+        """The parameter as matrices (..., in, out); (in, out) and stacks as they are.
 
         A query (12, 768, 12, 64) with batch (0,), in (1,) and out (2, 3) becomes
-        (12, 768, 768).
+        (12, 768, 768). On Explicit mesh axes the first axis of each side stays sharded,
+        and the others do not: of heads (12, 64) the 12.
         """
-        order = self.batch + self.matrix
-        count = math.prod(x.shape[axis] for axis in self.batch)
-        return x.transpose(order).reshape(count, *self.fan(x.shape))
+        if self._is_viewed(x.ndim):
+            return x
+        kept, merged = self._specs(x)
+        shape = *(x.shape[axis] for axis in self.batch), *self.fan(x.shape)
+        x = array_types.reshard(x, kept).transpose(self.batch + self.matrix)
+        return array_types.reshape(x, shape, merged)
 
     def undo(
-        self, y: Float[Array, "batch fan_in fan_out"], shape: Sequence[int]
+        self, y: Float[Array, "*batch fan_in fan_out"], like: Float[Array, "..."]
     ) -> Float[Array, "..."]:
-        """The parameter of this shape whose `view` is y."""
-        order = self.batch + self.matrix
-        return y.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
+        """The parameter whose `view` is y, of the shape and sharding of `like`."""
+        if self._is_viewed(like.ndim):
+            return array_types.reshard(y, array_types.entries(like))
+        order, (kept, merged) = self.batch + self.matrix, self._specs(like)
+        shape, spec = ([z[axis] for axis in order] for z in (like.shape, kept))
+        x = array_types.reshape(array_types.reshard(y, merged), shape, spec)
+        x = x.transpose(np.argsort(order))
+        return array_types.reshard(x, array_types.entries(like))
+
+    @property
+    def minor(self) -> tuple[int, ...]:
+        """Axes that `view` merges into others: the 64 of heads (12, 64)."""
+        return self.reduction[1:] + self.output[1:]
+
+    def _is_viewed(self, ndim: int) -> bool:
+        """True for (in, out) and (..., in, out)."""
+        return not self.minor and self.batch + self.matrix == tuple(range(ndim))
+
+    def _specs(self, x: Float[Array, "..."]) -> tuple[list[Any], list[Any]]:
+        """Entries of the spec of x where minor axes are whole, and of its view."""
+        entries = array_types.entries(x)
+        kept = [None if axis in self.minor else e for axis, e in enumerate(entries)]
+        sides = *self.batch, self.reduction[0], self.output[0]
+        return kept, [entries[axis] for axis in sides]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +127,22 @@ class Parameter:
 
         (12, 64, 256) with the scanned axis 0 fits (12, 64, 256) and (3, 64, 256).
         """
+        if shape == self.shape:
+            return True
         return len(shape) == len(self.shape) and all(
             n == size or axis in self.scanned
             for axis, (n, size) in enumerate(zip(shape, self.shape, strict=True))
         )
+
+    @property
+    def divided_last(self) -> tuple[int, ...]:
+        """The axes that devices divide only if no other fits.
+
+        First those that `MatrixAxes.view` has to gather, such as the heads' width in
+        (768, 12, 64); then layers, which a scan takes one at a time.
+        """
+        minor = self.axes.minor if self.axes and self.label != ADAMW else ()
+        return (*(axis for axis in minor if axis not in self.scanned), *self.scanned)
 
     @property
     def sizes(self) -> tuple[int, int, int] | None:
@@ -210,20 +246,42 @@ class Matrices(Mapping[str, Parameter]):
             rows.append([x.path, shape, x.role, matrices, x.label, x.reason])
         return "\n".join(aligned(rows))
 
+    def of(self, tree: PyTree) -> "Matrices":
+        """The reading of a tree: all that was read, or some layers or parameters."""
+        changed = {}
+        for path, leaf in trees.leaves_with_paths(tree):
+            parameter, shape = self[path], tuple(leaf.shape)
+            if not parameter.fits(shape):
+                raise ValueError(
+                    f"parameter {path!r} of shape {shape} was read with "
+                    f"{parameter.shape}; expected {_READ} of these parameters"
+                )
+            if parameter.shape != shape:
+                changed[path] = dataclasses.replace(parameter, shape=shape)
+        if not changed:
+            return self
+        return dataclasses.replace(self, parameters={**self.parameters, **changed})
+
+    def view(
+        self, path: str, x: Float[Array, "..."]
+    ) -> tuple[Float[Array, "*b m n"], Callable[[Float[Array, "*b m n"]], Array]]:
+        """A leaf as matrices (..., in, out), and what undoes that."""
+        axes = self.axes(path)
+        return axes.view(x), lambda y: axes.undo(y, x)
+
     def axes(self, path: str) -> MatrixAxes:
         """Axes of a parameter; a ValueError if it is no matrix, or ambiguous."""
-        parameter = self[path]
-        if parameter.doubt is not None and parameter.label != ADAMW:
-            raise ValueError(list_doubts([parameter], [*self.values()]))
-        if parameter.axes is None or parameter.label == ADAMW:
+        x = self[path]
+        if x.doubt is not None and x.label != ADAMW:
+            raise ValueError(list_doubts([x], [*self.values()]))
+        if x.axes is None or x.label == ADAMW:
             raise ValueError(
-                f"parameter {path!r} of shape {parameter.shape} has the label "
-                f"{parameter.label!r}, but a piece for matrices gets it; expected "
-                "another label for it in optax.multi_transform, or pieces within "
-                "jax_muon.partition, with an optax transform for that label, or "
-                f"rules={{{path!r}: {MUON!r}}} if it is one"
+                f"parameter {path!r} of shape {x.shape} has the label {x.label!r}, but "
+                "a transform of matrices gets it; use optax.multi_transform(transforms,"
+                f" matrices.labels), with a transform for {x.label!r}, or "
+                f"rules={{{path!r}: {MUON!r}}} if it is a matrix"
             )
-        return parameter.axes
+        return x.axes
 
     def labels(self, params: PyTree) -> PyTree:
         """The label of every parameter, for `optax.multi_transform`.
@@ -237,55 +295,15 @@ class Matrices(Mapping[str, Parameter]):
         )
 
 
-# A piece takes a reading, perhaps of a larger tree, or a function of the tree it sees.
-Given: TypeAlias = Matrices | Callable[[PyTree], Matrices] | None
-
-
-def read_by(function: Callable[[PyTree], Any], tree: PyTree) -> Any:
-    """The result of a user's function for the shapes of a tree."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-    with on_users_axes():
-        return function(shapes)
-
-
-def reading_of(matrices: Given, tree: PyTree) -> Matrices:
-    """The reading that a piece was given; None reads each leaf as a matrix (in, out).
-
-    It is a `Matrices`, perhaps of a larger tree, or a function that returns one for the
-    part of the tree that the piece sees.
-
-    Raises a ValueError for a reading that splits parameters, which `partition` does.
-    """
-    reading: Any = matrices
-    if trees.is_function(matrices):
-        reading = read_by(matrices, tree)
-    if reading is not None:
-        rules = "find_matrices(params, rules={...})"
-        expected = f"{_READ}, or {rules}, a function of params that returns it, or None"
-        expected += checks.injected(reading, "matrices")
-        checks.check_kind("matrices", reading, Matrices, expected)
-        facts.note().leaves.update(reading)
-        facts.note().parameters.update(reading)
-        if reading.splits:
+def check_matrices(tree: PyTree) -> None:
+    """Raise a ValueError for a leaf that is no array of matrices (..., in, out)."""
+    for path, x in trees.leaves_with_paths(tree):
+        if problem := not_a_matrix(tuple(x.shape), x.dtype):
             raise ValueError(
-                f"matrices= splits {', '.join(reading.splits)}, which a piece would "
-                "not apply; expected the piece within jax_muon.partition, which does"
+                f"parameter {path!r} of shape {tuple(x.shape)}: {problem}; use the "
+                "piece within jax_muon.as_matrices(tx, matrices), on parameters with "
+                f"the label {MUON!r} in optax.multi_transform{checks.vector_hint(tree)}"
             )
-        return reading
-    matched = {}
-    for path, leaf in trees.leaves_with_paths(tree):
-        shape, dtype = tuple(leaf.shape), leaf.dtype
-        if len(shape) != 2 or not_a_matrix(shape, dtype):
-            raise ValueError(
-                f"parameter {path!r} of shape {shape}: without `matrices` a piece "
-                "treats every leaf as one matrix (in, out); expected "
-                f"matrices={_READ}, or the piece within jax_muon.partition, which "
-                f"gives other parameters to another optimizer{checks.vector_hint(tree)}"
-            )
-        one_matrix = MatrixAxes((), (0,), (1,))
-        matched[path] = Parameter(path, shape, dtype, MUON, "kernel", "", one_matrix)
-    facts.note().parameters.update(matched)
-    return Matrices(matched)
 
 
 # --- what to write where nothing shows how parameters are read ----------------------

@@ -1,22 +1,19 @@
-"""Splits: one parameter that holds several matrices, and a transform of its parts.
+"""Splits: one parameter that holds several matrices.
 
 A kernel with query, key and value side by side is three matrices, each with its own
-polar factor, means and scale. The transform sees a tree in which such a parameter is a
-node with its parts, and knows nothing of splits.
+polar factor, means and scale.
 """
 
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import KeyPath
-from jaxtyping import Array, PyTree
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
 
 from jax_muon.base import array_types, checks, specs, trees
 from jax_muon.matrices.matrices import MatrixAxes, Parameter
@@ -128,30 +125,81 @@ def _batch_axis(ndim: int) -> int:
     return max(ndim - 2, 0)
 
 
+# What is shown of a leaf: an array; or its parts by name, in an OrderedDict, since
+# nnx.State would turn a dict into a State.
+Parts: TypeAlias = "Array | OrderedDict[str, Parts]"
+# What is shown of a leaf at a path, and what makes the leaf of that again.
+View = Callable[[str, Array], tuple[Parts, Callable[[Any], Array]]]
+
+
+def cut(
+    view: View, splits: Sequence[tuple[str, Split]], path: str, x: Array
+) -> tuple[Parts, Callable[[Any], Array]]:
+    """A view of the parts of a leaf, or of the leaf if no split matches.
+
+    (768, 2304) into q, k and v: three arrays (768, 768). (768, 768) into 12 heads: one
+    array (12, 768, 64).
+    """
+    matching = (i for i, (x, _) in enumerate(splits) if trees.matches(x, path))
+    if (number := next(matching, None)) is None:
+        return view(path, x)
+    split, rest = splits[number][1].fitted(path, tuple(x.shape)), splits[number + 1 :]
+    if isinstance(split.parts, int):
+        shown, undo = cut(view, rest, path, _batched(split, x))
+        return shown, lambda shown: _joined(split, x, [undo(shown)])
+    parts, undos = OrderedDict[str, Parts](), {}
+    for name, part in _named(split, x):
+        parts[name], undos[name] = cut(view, rest, f"{path}/{name}", part)
+
+    def joined(shown: Any) -> Array:
+        return _joined(split, x, [undo(shown[name]) for name, undo in undos.items()])
+
+    return parts, joined
+
+
+def check_splits(splits: Splits, paths: list[str]) -> None:
+    """Raise a ValueError for a value that is no Split, and a pattern that matches none.
+
+    A pattern may match parts of those before it.
+    """
+    for pattern, split in splits.items():
+        checks.check_kind(f"splits[{pattern!r}]", split, Split, "a jax_muon.Split")
+        trees.check_patterns_match("splits", [pattern], paths)
+        parts = () if isinstance(split.parts, int) else split.parts
+        matching = [path for path in paths if parts and trees.matches(pattern, path)]
+        paths = [path for path in paths if path not in matching]
+        paths += [f"{path}/{name}" for path in matching for name in parts]
+
+
 def read_parts(
     parameters: Mapping[str, Parameter], splits: Splits
 ) -> dict[str, Parameter]:
     """How the parts of parameters are read, given how the whole ones are."""
-    parts: Any = OrderedDict(parameters)
+    check_splits(splits, [*parameters])
+    parts = dict(parameters)
     for pattern, split in splits.items():
-        parts = _map_split(_read, pattern, split, parts)
-    return dict(trees.leaves_with_paths(parts))
+        whole, parts = parts, {}
+        for path, x in whole.items():
+            matches = trees.matches(pattern, path)
+            read = _read(split.fitted(path, x.shape), x) if matches else [x]
+            parts |= {part.path: part for part in read}
+    return parts
 
 
-def _read(split: Split, whole: Parameter) -> dict[str, Parameter] | Parameter:
-    """How the parts of a parameter are read: by name, or as a batch, as in `_parts`."""
+def _read(split: Split, whole: Parameter) -> list[Parameter]:
+    """How the parts of a parameter are read: by name, or as a batch, as in `cut`."""
     shape, axis = list(whole.shape), split.axis
     parts: Any = split.parts
     if not isinstance(parts, int):
-        read: dict[str, Parameter] = OrderedDict()
-        for name, width in parts.items():
-            read[name] = dataclasses.replace(
+        return [
+            dataclasses.replace(
                 whole,
                 path=f"{whole.path}/{name}",
                 shape=(*shape[:axis], width, *shape[axis + 1 :]),
                 role=projection(name) or whole.role,
             )
-        return read
+            for name, width in parts.items()
+        ]
     batch, axes = _batch_axis(len(shape)), whole.axes
     shape[axis] //= parts
     shape.insert(batch, parts)
@@ -161,7 +209,7 @@ def _read(split: Split, whole: Parameter) -> dict[str, Parameter] | Parameter:
             for side in (axes.batch, axes.reduction, axes.output)
         )
         axes = MatrixAxes(tuple(sorted((*before, batch))), fan_in, fan_out)
-    return dataclasses.replace(whole, shape=tuple(shape), axes=axes)
+    return [dataclasses.replace(whole, shape=tuple(shape), axes=axes)]
 
 
 def projection(name: str) -> str | None:
@@ -172,114 +220,32 @@ def projection(name: str) -> str | None:
     return next((role for role, names in found if "_".join(core) in names), None)
 
 
-def with_splits(
-    inner: optax.GradientTransformation, splits: Splits
-) -> optax.GradientTransformationExtraArgs:
-    """Run a transform on the parts of parameters, and keep the state of the parts.
-
-    A parameter `attn/qkv/kernel` with the split `Split(("q", "k", "v"))` is seen by the
-    inner transform as three: `attn/qkv/kernel/q`, `/k` and `/v`.
-
-    Args:
-      inner: any transform, such as a chain of pieces; recipes and `partition` take
-        `matrices=jax_muon.find_matrices(params, splits=...)`.
-      splits: path pattern to `Split`.
-
-    Raises:
-      ValueError: at init and update, with path and shape: a pattern that matches no
-        parameter, a split that does not fit.
-
-    Examples:
-      >>> tx = with_splits(optax.sgd(1.0), {"qkv": jm.Split(("q", "k"), axis=0)})
-      >>> state = tx.init({"qkv": jnp.zeros(4)})
-      >>> tx.update({"qkv": jnp.arange(4.0)}, state)[0]["qkv"].tolist()
-      [-0.0, -1.0, -2.0, -3.0]
-    """
-    tx = checks.as_transform("inner", inner)
-    for pattern, split in reversed([*splits.items()]):
-        tx = _with_split(tx, pattern, split)
-    return tx
-
-
-def _with_split(
-    inner: optax.GradientTransformationExtraArgs, pattern: str, split: Split
-) -> optax.GradientTransformationExtraArgs:
-    """A transform on the parts of the parameters that one pattern matches."""
-
-    def init_fn(params: optax.Params) -> optax.OptState:
-        return inner.init(_map_split(_parts, pattern, split, params))
-
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        checks.check_gradients(updates, params)
-        parts, params_parts = (
-            _map_split(_parts, pattern, split, x) for x in (updates, params)
-        )
-        parts, state = inner.update(parts, state, params_parts, **extra_args)
-        return _map_split(_join, pattern, split, updates, parts), state
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _map_split(
-    function: Callable[..., PyTree],
-    pattern: str,
-    split: Split,
-    tree: PyTree,
-    *rest: PyTree,
-) -> PyTree:
-    """Apply a function to parameters that match; take others from the last tree."""
-    checks.check_kind(f"splits[{pattern!r}]", split, Split, "a jax_muon.Split")
-    paths = []
-
-    def apply(key_path: KeyPath, *nodes: PyTree) -> PyTree:
-        path = trees.path_string(key_path)
-        paths.append(path)
-        if not trees.matches(pattern, path):
-            return nodes[-1]
-        (x,) = jax.tree.leaves(nodes[0])
-        return function(split.fitted(path, tuple(x.shape)), *nodes)
-
-    mapped = jax.tree_util.tree_map_with_path(apply, tree, *rest, is_leaf=trees.is_box)
-    trees.check_patterns_match("splits", [pattern], paths)
-    return mapped
-
-
 # --- one parameter --------------------------------------------------------------------
 
 
-def _parts(split: Split, whole: PyTree) -> PyTree:
-    """The parts of a parameter, unboxed: by name, or a batch of equal ones.
-
-    (768, 2304) into q, k and v: three arrays (768, 768). (768, 768) into 12 heads: one
-    array (12, 768, 64).
-    """
-    (x,), axis = jax.tree.leaves(whole), split.axis
-    parts: Any = split.parts
-    x = _undivided(split, x)
-    if isinstance(parts, int):
-        x = x.reshape(*x.shape[:axis], parts, -1, *x.shape[axis + 1 :])
-        return jnp.moveaxis(x, axis, _batch_axis(x.ndim - 1))
-    *ends, _ = np.cumsum([*parts.values()])
-    # nnx.State would turn a dict into a State.
-    return OrderedDict(zip(parts, jnp.split(x, ends, axis), strict=True))
+def _named(split: Split, x: Array) -> list[tuple[str, Array]]:
+    """Parts by name: (768, 2304) into q, k and v, (768, 768) each."""
+    widths: Any = split.parts
+    *ends, _ = np.cumsum([*widths.values()])
+    parts = jnp.split(_undivided(split, x), ends, split.axis)
+    return list(zip(widths, parts, strict=True))
 
 
-def _join(split: Split, whole: PyTree, parts: PyTree) -> PyTree:
-    """The parts as one, with the box and sharding of `whole`."""
-    (like,), axis = jax.tree.leaves(whole), split.axis
+def _batched(split: Split, x: Array) -> Array:
+    """Equal parts as a batch: (768, 768) into 12 heads (12, 768, 64)."""
+    x, axis = _undivided(split, x), split.axis
+    x = x.reshape(*x.shape[:axis], split.parts, -1, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, _batch_axis(x.ndim - 1))
+
+
+def _joined(split: Split, like: Array, parts: Sequence[Array]) -> Array:
+    """The parts as one, sharded like the whole."""
     if isinstance(split.parts, int):
-        x = jnp.moveaxis(parts, _batch_axis(like.ndim), axis)
+        x = jnp.moveaxis(parts[0], _batch_axis(like.ndim), split.axis)
         x = x.reshape(like.shape)
     else:
-        x = jnp.concatenate([*parts.values()], axis)
-    if isinstance(like, jax.Array) and array_types.is_explicit(like):
-        x = jax.reshard(x, jax.typeof(like).sharding)
-    return jax.tree.map(lambda _: x, whole)
+        x = jnp.concatenate(parts, split.axis)
+    return array_types.reshard(x, array_types.entries(like))
 
 
 def _undivided(split: Split, x: Array) -> Array:
@@ -289,10 +255,10 @@ def _undivided(split: Split, x: Array) -> Array:
     (768, 2304) over 8 devices along the last axis are 768 wide, which 8 divides, so it
     stays; widths (768, 4, 4) go to P("data", None).
     """
-    if not isinstance(x, jax.Array) or not array_types.is_explicit(x):
+    entries, axis = [*array_types.entries(x)], split.axis
+    if not any(entries):
         return x
-    sharding, axis = jax.typeof(x).sharding, split.axis
-    entries, sizes = [*sharding.spec], sharding.mesh.shape
+    sizes = jax.typeof(x).sharding.mesh.shape
     names, entries[axis] = specs.entry_names(entries[axis]), None
     devices = specs.devices_over(names, sizes)
     parts: Any = split.parts
@@ -301,4 +267,4 @@ def _undivided(split: Split, x: Array) -> Array:
         return x
     shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
     spec = specs.finer(PartitionSpec(*entries), shape, names, sizes)
-    return jax.reshard(x, NamedSharding(sharding.mesh, spec))
+    return array_types.reshard(x, spec)

@@ -22,7 +22,8 @@ from jax_muon.base.specs import (
     full_rank,
     spelled,
 )
-from jax_muon.matrices.find import Reader, reader
+from jax_muon.matrices.as_matrices import Read
+from jax_muon.matrices.find import Reading, check_reading, resolve
 from jax_muon.matrices.matrices import Parameter
 
 # A mesh: parameters as their types show on Explicit axes, and everywhere on Auto ones.
@@ -57,7 +58,7 @@ class Layout:
 
     where: Where
     # Mesh axes that further divide gradients and state, where a leaf of at least
-    # `min_size` elements is not sharded over them; the axes of layers come last.
+    # `min_size` elements is not sharded over them; see `Parameter.divided_last`.
     divide: AxisName = ()
     min_size: int = MIN_SIZE
     read: Callable[[PyTree], Readings] = lambda tree: {}
@@ -72,7 +73,7 @@ class Layout:
         for path, x, sharding in rows:
             spec = full_rank(sharding.spec, path, x.shape, mesh)
             names = divided if x.size >= self.min_size else ()
-            last = read[path].scanned if path in read else ()
+            last = read[path].divided_last if path in read else ()
             placed.paths.append(path)
             placed.param_specs.append(spec)
             placed.state_specs.append(finer(spec, x.shape, names, mesh.shape, last))
@@ -111,20 +112,21 @@ class Layout:
 
 
 def fsdp(
-    params: PyTree, mesh: Mesh, matrices: Reader, axes: AxisName | None = None
+    params: PyTree, mesh: Mesh, matrices: Reading, axes: AxisName | None = None
 ) -> PyTree[NamedSharding]:
     """Shardings that divide every parameter evenly over a mesh: FSDP, or ZeRO-3.
 
     For `on_mesh`, `scan_layers`, `jax.device_put`, `out_shardings` of `jax.jit`, and
     whatever restores a checkpoint. Each leaf is divided along the first axis whose size
-    the devices divide, and along an axis of layers only if no other fits, since no scan
-    could then gather it a layer at a time. Leaves of fewer than 1024 elements, and
+    the devices divide. Two kinds of axes come last: those that `as_matrices` has to
+    gather, such as the heads' width in (768, 12, 64); and axes of layers, since no scan
+    could then gather a layer at a time. Leaves of fewer than 1024 elements, and
     those without an axis that fits, are everywhere.
 
     Args:
       params: the parameters, or their shapes.
       mesh: the mesh.
-      matrices: as in `partition`; it says which axes are layers.
+      matrices: as in `as_matrices`; it says which axes are layers, heads and windows.
       axes: mesh axes that divide parameters; None for all.
 
     Returns:
@@ -140,7 +142,8 @@ def fsdp(
     names = checked_axes("axes", axes, mesh)
     params = checks.as_arrays("params", params)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    layout = Layout(everywhere, names, read=reader(matrices))
+    check_reading("matrices", matrices)
+    layout = Layout(everywhere, names, read=functools.partial(resolve, matrices))
     treedef: PyTreeDef = jax.tree.structure(params)
     specs = layout.place(params).state_specs
     return treedef.unflatten([spelled(mesh, spec) for spec in specs])
@@ -151,7 +154,7 @@ def readings(tx: optax.GradientTransformation) -> Callable[[PyTree], Readings]:
 
     @functools.lru_cache(maxsize=4)
     def read_shapes(treedef: PyTreeDef, *shapes: jax.ShapeDtypeStruct) -> Readings:
-        return facts.eval_shape(tx.init, treedef.unflatten(shapes))[1].leaves
+        return facts.eval_shape(tx.init, treedef.unflatten(shapes))[1][Read].leaves
 
     def read(tree: PyTree) -> Readings:
         leaves, treedef = jax.tree.flatten(tree)

@@ -134,6 +134,10 @@ class OnMesh(optax.GradientTransformationExtraArgs):
         return xla_options.choose(placed, jax.tree.leaves(params), scans, axis)
 
 
+class OnMeshes(list[tuple["MeshOptimizer", Placed]]):
+    """Each `on_mesh` that was traced, with the specs of its leaves, for tools."""
+
+
 class MeshOptimizer:
     """An optimizer and its layout."""
 
@@ -203,7 +207,7 @@ class MeshOptimizer:
         """As `update`, inside jit, with parameters where `placed` says."""
         like = updates if params is None else params
         checks.check_gradients(updates, params)
-        facts.note().on_mesh.append((self, placed))
+        facts.note(OnMeshes).append((self, placed))
         expected = self._typed_state(like, placed)
         checks.check_state(state, expected)
         typed = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(expected)]

@@ -21,52 +21,48 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jax_muon.base.specs import Sizes, devices_over, divided_axes, entry_names
 from jax_muon.matrices.joins import Joined, joined_matrices
-from jax_muon.matrices.matrices import Matrices
+from jax_muon.matrices.matrices import Join
 from jax_muon.mesh import hardware
 from jax_muon.mesh.plan import Member, Pool, transfers
 
 
 def local_matrices(
-    matrices: Matrices,
+    joins: Sequence[Join],
     names: Sequence[str],
     arrays: Sequence[Array],
     specs: Sequence[PartitionSpec],
     mesh: AbstractMesh,
 ) -> tuple[list[PartitionSpec], list[Joined], list[Pool]]:
-    """Specs of the leaves, the joined matrices of each device, and pools of them.
+    """Specs of leaves (..., in, out), each device's joined matrices, and their pools.
 
     Joined leaves are sharded like the first of them. Scanned layers stay sharded if
     each device has whole joins; otherwise their axis is not sharded.
     """
     specs = list(specs)
     shapes = [x.shape for x in arrays]
-    all_axes = [matrices.axes(name) for name in names]
-    for joined in joined_matrices(matrices, names, shapes):
+    for joined in joined_matrices(joins, names, shapes):
         if joined.size == 1:
             continue
         first, *others = joined.leaves
         for leaf in others:
             specs[leaf] = specs[first]
         if not others:
-            layers = all_axes[first].batch[0]
             sharding = NamedSharding(mesh, specs[first])
-            on_device = sharding.shard_shape(shapes[first])[layers]
-            if on_device % joined.size and on_device < shapes[first][layers]:
-                entries = list(specs[first])
-                entries[layers] = None
-                specs[first] = PartitionSpec(*entries)
+            on_device = sharding.shard_shape(shapes[first])[0]  # layers
+            if on_device % joined.size and on_device < shapes[first][0]:
+                specs[first] = PartitionSpec(None, *specs[first][1:])
     local = [
         NamedSharding(mesh, spec).shard_shape(shape)
         for shape, spec in zip(shapes, specs, strict=True)
     ]
-    on_shards = joined_matrices(matrices, names, local)
+    on_shards = joined_matrices(joins, names, local)
     shards = []
     for x in on_shards:
         leaf = x.leaves[0]
-        axes, (fan_in, fan_out) = all_axes[leaf], all_axes[leaf].fan(local[leaf])
+        (*_, fan_in, fan_out), spec = local[leaf], specs[leaf]
         batch, rows, columns = (
-            {name for axis in side for name in entry_names(specs[leaf][axis])}
-            for side in (axes.batch, axes.reduction, axes.output)
+            {name for entry in side for name in entry_names(entry)}
+            for side in (spec[:-2], spec[-2:-1], spec[-1:])
         )
         shape = x.batch, x.size * fan_in, fan_out
         shards.append((shape, arrays[leaf].dtype, batch, rows, columns))

@@ -22,8 +22,8 @@ def on_auto_axes(
     single device's, to rounding. On one device it is `tx`.
 
     Args:
-      tx: an optax transform, such as a group of `partition` or a member of a chain. Not
-        one that orthogonalizes: `orthogonalize` needs the types.
+      tx: an optax transform, such as a group of `optax.multi_transform` or a member of
+        a chain. Not one that orthogonalizes: `orthogonalize` needs the types.
 
     Examples:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))

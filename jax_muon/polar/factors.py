@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_muon.base import checks, facts
-from jax_muon.base.dtypes import wide
+from jax_muon.base.dtypes import wide, wider
 from jax_muon.polar import iteration
 from jax_muon.polar.coefficients import (
     NEWTON_SCHULZ,
@@ -25,6 +25,10 @@ from jax_muon.polar.coefficients import (
 from jax_muon.polar.hopper import takes_kernels
 from jax_muon.polar.products import matmul
 from jax_muon.polar.teams import Team
+
+
+class Kernels(dict[tuple[int, int], bool]):
+    """True if polar factors of (m, n), m <= n, take the kernels for Hopper GPUs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +50,9 @@ class NewtonSchulz:
         2^-20, so that polar factors have their size down to norms of 1e-10.
       norm: "frobenius", or "schatten4", (sum of s^4)^(1/4): never larger, so that small
         singular values start nearer to 1.
-      dtype: of the iteration: bfloat16, float32 or float64. Sums are in at least
-        float32, and rounded once. Matrices of one row or column take at least float32.
+      dtype: of the iteration: bfloat16, float32 or float64; None for that of the
+        matrices, and float32 for float16. Sums are in at least float32, and rounded
+        once. Matrices of one row or column take at least float32.
       form: "standard", "gram" (not in bfloat16, where singular values reach 28), or
         "auto": "gram" where it is faster.
       kernels: by kernels for H100s and H200s that compute one triangle of symmetric
@@ -74,7 +79,7 @@ class NewtonSchulz:
     norm_factor: float = 1.0
     eps: float = 1e-7
     norm: str = "frobenius"
-    dtype: jax.typing.DTypeLike = "bfloat16"
+    dtype: jax.typing.DTypeLike | None = "bfloat16"
     form: str = "auto"
     kernels: bool | None = None
 
@@ -84,8 +89,8 @@ class NewtonSchulz:
         checks.check_kind("kernels", self.kernels, bool | None, "None, True or False")
         # float16 has too few exponents for Gram matrices.
         dtype = None if self.dtype is None else jnp.dtype(self.dtype).name
-        if dtype not in ("bfloat16", "float32", "float64"):
-            checks.refuse("dtype", self.dtype, "bfloat16, float32 or float64")
+        if dtype not in (None, "bfloat16", "float32", "float64"):
+            checks.refuse("dtype", self.dtype, "bfloat16, float32 or float64, or None")
         if self.kernels and dtype != "bfloat16":
             expected = "dtype=bfloat16, or kernels=None"
             raise ValueError(f"kernels=True with dtype={dtype}; expected {expected}")
@@ -122,9 +127,10 @@ class NewtonSchulz:
         if not stacks[0].size:
             return jnp.concatenate(stacks)
         m, n = sorted(stacks[0].shape[-2:])
-        kernels = self.dtype == "bfloat16" and takes_kernels(self.kernels, m)
-        facts.note().kernels[m, n] = kernels
-        return iteration.iterate(tuple(stacks), self, kernels, team)
+        settings = self._for(stacks[0].dtype)
+        kernels = settings.dtype == "bfloat16" and takes_kernels(self.kernels, m)
+        facts.note(Kernels)[m, n] = kernels
+        return iteration.iterate(tuple(stacks), settings, kernels, team)
 
     def shared_dtype(
         self, m: int, n: int, dtype: jax.typing.DTypeLike
@@ -133,8 +139,15 @@ class NewtonSchulz:
 
         None if they cannot: for the Gram form and for single rows.
         """
-        alone = m == 1 or iteration.uses_gram(self, m, n)
-        return None if alone else jnp.dtype(self.dtype)
+        settings = self._for(dtype)
+        alone = m == 1 or iteration.uses_gram(settings, m, n)
+        return None if alone else jnp.dtype(settings.dtype)
+
+    def _for(self, dtype: jax.typing.DTypeLike) -> "NewtonSchulz":
+        """The same settings with a dtype, for matrices of this one."""
+        if self.dtype is not None:
+            return self
+        return dataclasses.replace(self, dtype=wider(dtype, "bfloat16"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,16 @@ from jax.sharding import PartitionSpec
 
 from jax_muon.base import array_types, checks, facts, specs, trees
 from jax_muon.base.tables import aligned, shape_text, sizes_text
+from jax_muon.matrices.as_matrices import Read
 from jax_muon.matrices.find import trained
 from jax_muon.matrices.matrices import MUON, Parameter
 from jax_muon.mesh import hardware, plan
-from jax_muon.mesh.on_mesh import OnMesh, typed_state
+from jax_muon.mesh.on_mesh import OnMesh, OnMeshes, typed_state
 from jax_muon.mesh.train_step import TrainStep
+from jax_muon.polar.factors import Kernels
+from jax_muon.transforms.keep_residual import Residuals
+from jax_muon.transforms.orthogonalize import Orthogonalized
+from jax_muon.transforms.scaling import Scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +45,9 @@ class DescribedParameter:
       residual: dtype of the residual that `keep_residual` keeps for it, or None.
       by_layer: of a sharded parameter in a train step: True if `scan_layers` gathers it
         a layer at a time, False if it is gathered whole before the loss; or None.
+      gathered: True if `as_matrices` gathers it, since it is sharded along an axis
+        that becomes one with others, such as the 64 of heads (12, 64). `sent_bytes`
+        does not count that.
     """
 
     parameter: Parameter
@@ -51,6 +59,7 @@ class DescribedParameter:
     state_spec: PartitionSpec | None
     residual: str | None
     by_layer: bool | None = None
+    gathered: bool = False
 
     @property
     def bytes(self) -> int:
@@ -111,6 +120,12 @@ class Description:
         if self.kernels:
             shapes = ", ".join(shape_text(shape) for shape in self.kernels)
             lines.append(f"polar factors by kernels for Hopper GPUs: {shapes}")
+        gathered = [x.parameter.path for x in self.parameters if x.gathered]
+        if gathered:
+            lines.append(
+                f"gathered, since an axis is sharded that becomes one with others: "
+                f"{', '.join(gathered)}; use jax_muon.fsdp, or another sharding"
+            )
         residuals = {leaf.residual for leaf in self.parameters} - {None}
         if residuals:
             without = [x.parameter.path for x in self.parameters if not x.residual]
@@ -224,11 +239,12 @@ def describe(
         for path, x in trees.leaves_with_paths(shapes)
         if x.sharding is not None
     }
-    sizes: dict[str, int] = recorded.sizes
+    orthogonalized = recorded[Orthogonalized]
+    sizes = orthogonalized.sizes
     summed: tuple[str, ...] = ()
     per_host = hardware.DEVICES_PER_HOST
     by_layer: dict[str, bool | None] = {}
-    for optimizer, placed in recorded.on_mesh:
+    for optimizer, placed in recorded[OnMeshes]:
         state = typed_state(tx, shapes, placed)
         sizes |= placed.mesh.shape
         per_host = optimizer.devices_per_host(placed.mesh)
@@ -237,36 +253,39 @@ def describe(
         both = zip(placed.param_specs, placed.state_specs, strict=True)
         shardings |= dict(zip(placed.paths, both, strict=True))
         by_layer |= dict(zip(placed.paths, gathers, strict=False))
-    joined = recorded.joined  # only of parameters that are orthogonalized
-    read = _rows(shapes, recorded.parameters)
-    state_bytes = _bytes_by_path(state, [parameter.path for parameter in read])
-    residuals = recorded.residuals
+    joined = orthogonalized.joined  # only of parameters that are orthogonalized
+    read, leaves = _rows(shapes, recorded[Read].parts), recorded[Read].leaves
+    state_bytes = _bytes_by_path(state, read)
+    residuals, scales = recorded[Residuals], recorded[Scales]
 
     def described(parameter: Parameter) -> DescribedParameter:
         path = parameter.path
         if joined and path not in joined and parameter.label == MUON:
             # A matrix, which `optax.multi_transform` gives to another transform.
             parameter = dataclasses.replace(parameter, label="-")
-        spec, state_spec = shardings.get(
-            trees.nearest_prefix(shardings, path) or "", (None, None)
-        )
+        leaf = trees.nearest_prefix(shardings, path) or ""
+        spec, state_spec = shardings.get(leaf, (None, None))
+        whole, divided = leaves.get(leaf), state_spec or spec
+        minor = whole.axes.minor if whole and whole.axes and path in joined else ()
+        kept = specs.dividing(divided or PartitionSpec(), sizes)
         return DescribedParameter(
             parameter,
             parameter.sizes if path in joined else None,
             joined.get(path, 1),
-            recorded.scales.get(path),
+            scales.get(path),
             state_bytes[path],
             spec,
             state_spec,
             residuals.get(trees.nearest_prefix(residuals, path) or ""),
             by_layer.get(trees.nearest_prefix(by_layer, path) or ""),
+            any(axis < len(kept) and kept[axis] for axis in minor),
         )
 
-    leaves = tuple(map(described, read))
-    plans = recorded.pools.values()
+    entries = tuple(map(described, read))
+    plans = orthogonalized.pools.values()
     orthogonalize = [x for pools in plans for x in plan.transfers(pools, sizes)]
     transfers = {"orthogonalize": orthogonalize, "gradients": [], "gathers": []}
-    for leaf in leaves:
+    for leaf in entries:
         if leaf.spec is not None and leaf.state_spec is not None:
             moved = plan.parameter_transfers(
                 leaf.bytes, leaf.spec, leaf.state_spec, sizes, summed
@@ -279,12 +298,12 @@ def describe(
         return leaf.bytes // math.prod(sizes.get(name, 1) for name in names)
 
     return Description(
-        leaves,
+        entries,
         tuple(itertools.chain(*plans)),
         sizes,
         {
-            "parameters": sum(held(x, x.spec) for x in leaves),
-            "gradients": sum(held(x, x.state_spec or x.spec) for x in leaves),
+            "parameters": sum(held(x, x.spec) for x in entries),
+            "gradients": sum(held(x, x.state_spec or x.spec) for x in entries),
             "state": sum(map(_bytes_on_a_device, jax.tree.leaves(state))),
         },
         {what: sum(x.sent_bytes for x in sent) for what, sent in transfers.items()},
@@ -292,7 +311,7 @@ def describe(
             what: sum(x.bytes_between_hosts(per_host) for x in sent)
             for what, sent in transfers.items()
         },
-        tuple(sorted(shape for shape, taken in recorded.kernels.items() if taken)),
+        tuple(sorted(shape for shape, taken in recorded[Kernels].items() if taken)),
     )
 
 
@@ -310,7 +329,9 @@ def _rows(shapes: Any, read: Mapping[str, Parameter]) -> list[Parameter]:
     rows: dict[str, list[Parameter]] = {}
     leaves = dict(trees.leaves_with_paths(shapes))
     for path, parameter in read.items():
-        leaf = trees.nearest_prefix(leaves, path) or ""
+        leaf = trees.nearest_prefix(leaves, path)
+        if leaf is None:  # of a larger tree
+            continue
         # `keep_residual` shows its optimizer a wider dtype.
         parameter = dataclasses.replace(parameter, dtype=leaves[leaf].dtype)
         rows.setdefault(leaf, []).append(parameter)
@@ -320,16 +341,26 @@ def _rows(shapes: Any, read: Mapping[str, Parameter]) -> list[Parameter]:
     return [parameter for path in leaves for parameter in rows[path]]
 
 
-def _bytes_by_path(state: Any, names: Sequence[str]) -> dict[str, int]:
-    """Bytes of state on a device, by the parameter's path, which ends the state's."""
-    total = dict.fromkeys(names, 0)
+def _bytes_by_path(state: Any, read: Sequence[Parameter]) -> dict[str, int]:
+    """Bytes of state on a device, by the parameter's path, which ends the state's.
+
+    Momentum of a whole parameter counts for its parts, by their numbers of elements.
+    """
+    total = {x.path: 0 for x in read}
+    parts: dict[str, list[Parameter]] = {}
+    for x in read:
+        names = x.path.split("/")
+        for end in range(1, len(names) + 1):
+            parts.setdefault("/".join(names[:end]), []).append(x)
     for path, x in trees.leaves_with_paths(state):
         if not x.shape and jnp.issubdtype(x.dtype, jnp.integer):
             continue  # a count of steps, also if a parameter is called `count`
-        while path not in total and path:
+        while path not in parts and path:
             path = path.partition("/")[2]
-        if path in total:
-            total[path] += _bytes_on_a_device(x)
+        elements = [math.prod(part.shape) for part in parts.get(path, ())]
+        for part, number in zip(parts.get(path, ()), elements, strict=True):
+            share = number / max(sum(elements), 1)
+            total[part.path] += round(_bytes_on_a_device(x) * share)
     return total
 
 

@@ -20,8 +20,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_muon.base import checks, dtypes, facts, trees
 from jax_muon.base.specs import dividing
 from jax_muon.base.tables import aligned
-from jax_muon.mesh.on_mesh import OnMesh
+from jax_muon.mesh.on_mesh import OnMesh, OnMeshes
 from jax_muon.mesh.train_step import IN_ON_MESH
+from jax_muon.transforms.orthogonalize import Orthogonalized
 
 # By bits of the narrowest floating-point dtype in the program. On the matrices of the
 # tests, float32 differed by 3e-6 and bfloat16 by 2.5e-2.
@@ -175,12 +176,12 @@ def compare(
             "that moves parameters in its first two steps"
         )
     devices = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    pools = [*itertools.chain(*recorded.pools.values())]
+    pools = [*itertools.chain(*recorded[Orthogonalized].pools.values())]
     total, owned = (
         sum(pool.matrices(mesh.shape) for pool in some)
         for some in (pools, [pool for pool in pools if pool.counts])
     )
-    placed = recorded.on_mesh[0][1]
+    placed = recorded[OnMeshes][0][1]
     sharded, divided = (
         sum(any(dividing(spec, mesh.shape)) for spec in some)
         for some in (placed.param_specs, placed.state_specs)

@@ -1,14 +1,15 @@
 """Steps of a fixed angle: every matrix keeps the Frobenius norm that it starts with."""
 
+import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
 from jax_muon.base import checks, dtypes, trees
-from jax_muon.base.trees import map_leaves, step_leaves
-from jax_muon.matrices.matrices import Given, MatrixAxes, reading_of
+from jax_muon.matrices.matrices import check_matrices
 
 _SMALLEST = 1e-10  # a direction of this norm does not move a matrix
 
@@ -17,14 +18,12 @@ class HyperballState(NamedTuple):
     """State of `hyperball`."""
 
     count: Array  # type: ignore[assignment]  # shape=(), dtype=int32
-    # The parameters' shape with 1 in the axes of a matrix, at least float32; 0 for a
-    # matrix that started at zero and has not reached its sphere.
+    # (..., 1, 1), at least float32; 0 for a matrix that started at zero and has not
+    # reached its sphere.
     radius: optax.Updates
 
 
-def hyperball(
-    learning_rate: optax.ScalarOrSchedule, *, matrices: Given = None
-) -> optax.GradientTransformation:
+def hyperball(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     r"""Move every matrix on the sphere of the Frobenius norm that it starts with.
 
     Hyperball optimization, arXiv 2606.16899. It goes last in a chain, instead of the
@@ -41,7 +40,6 @@ def hyperball(
 
     Args:
       learning_rate: :math:`\eta`, the step relative to the norm: an angle in radians.
-      matrices: see `orthogonalize`.
 
     Raises:
       ValueError: at init, with path and shape, a parameter that is not a floating-point
@@ -61,14 +59,8 @@ def hyperball(
     learning_rate = checks.as_rate("learning_rate", learning_rate)
 
     def init_fn(params: optax.Params) -> HyperballState:
-        parameters = reading_of(matrices, params)
-
-        def norm(path: str, p: Array) -> Array:
-            axes = parameters.axes(path).matrix
-            return jnp.sqrt(jnp.sum(dtypes.wide(p) ** 2, axes, keepdims=True))
-
-        # A box names the axes of the parameter, over which (1, 1) cannot be sharded.
-        radius = map_leaves(norm, trees.unbox(params))
+        check_matrices(params)
+        radius = jax.tree.map(lambda p: jnp.sqrt(_sum(dtypes.wide(p) ** 2)), params)
         return HyperballState(jnp.zeros([], jnp.int32), radius)
 
     def update_fn(
@@ -77,31 +69,25 @@ def hyperball(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, HyperballState]:
         checks.check_params("hyperball", params)
-        parameters = reading_of(matrices, updates)
         rate = checks.rate_at(learning_rate, state.count)
-        weights = dict(trees.leaves_with_paths(params))
-
-        def step(path: str, u: Array, radius: Array) -> tuple[Array, Array]:
-            return _move(u, weights[path], radius, parameters.axes(path), rate)
-
         updates = trees.as_wide_as_params(updates, params)
-        updates, radius = step_leaves(step, updates, state.radius)
+        move = functools.partial(_move, rate=rate)
+        moved = jax.tree.map(move, updates, params, state.radius)
+        updates, radius = (
+            jax.tree.map(lambda _, pair, i=i: pair[i], updates, moved) for i in (0, 1)
+        )
         return updates, HyperballState(optax.safe_increment(state.count), radius)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
 
 def _move(
-    u: Array, w: Array, radius: Array, axes: MatrixAxes, rate: float | Array
+    u: Array, w: Array, radius: Array, rate: float | Array
 ) -> tuple[Array, Array]:
     """The update of one parameter, and the radii of its matrices after it."""
-    _, fan_out = axes.fan(u.shape)
-    target = jnp.where(radius > 0, radius, fan_out**0.5)
+    target = jnp.where(radius > 0, radius, u.shape[-1] ** 0.5)
     wide_u, wide_w = dtypes.wide(u), dtypes.wide(w)
-    uu, wu, ww = (
-        jnp.sum(x, axes.matrix, keepdims=True)
-        for x in (wide_u * wide_u, wide_w * wide_u, wide_w * wide_w)
-    )
+    uu, wu, ww = map(_sum, (wide_u * wide_u, wide_w * wide_u, wide_w * wide_w))
     size = dtypes.root(uu)
     moves = ~(size <= _SMALLEST)  # a NaN shows in the weights, as everywhere
     step = dtypes.in_dtype_of(uu, rate) * target / jnp.where(moves, size, 1)
@@ -113,3 +99,7 @@ def _move(
     update = jnp.where(moves, (back - 1) * wide_w - back * step * wide_u, 0)
     new = jnp.where(arrived, target, radius).astype(radius.dtype)
     return update.astype(u.dtype), new
+
+
+def _sum(x: Array) -> Array:
+    return jnp.sum(x, (-2, -1), keepdims=True)

@@ -12,9 +12,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Float32, Int
 
-from jax_muon.base import checks, trees
-from jax_muon.base.facts import note
+from jax_muon.base import checks, facts, trees
 from jax_muon.base.trees import map_leaves
+
+
+class Residuals(dict[str, str]):
+    """The dtype of a residual, such as "int16", by path: recorded for `describe`."""
 
 
 class KeepResidualState(NamedTuple):
@@ -92,7 +95,7 @@ def keep_residual(
         narrow = {path: p for path, p in leaves.items() if _is_narrow(p)}
         like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, name), narrow)
         checks.check_alike("residual", old, "parameter of 16 bits", like)
-        note().residuals.update(dict.fromkeys(old, name))
+        facts.note(Residuals).update(dict.fromkeys(old, name))
 
         def whole(path: str, p: Array) -> Array:
             return _whole(p, old[path]) if path in old else p

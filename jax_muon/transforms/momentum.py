@@ -27,22 +27,22 @@ DTYPES = ("float64", "float32", "bfloat16", "int8")
 _LARGEST = 127  # of int8, so that both signs reach as far
 
 
-class NesterovState(NamedTuple):
-    """State of `nesterov`."""
+class ScaleByMomentumState(NamedTuple):
+    """State of `scale_by_momentum`."""
 
     count: Array  # type: ignore[assignment]  # shape=(), dtype=int32
     mu: optax.Updates
 
 
-class QuantizedNesterovState(NamedTuple):
-    """State of `nesterov` with `mu_dtype="int8"`."""
+class QuantizedMomentumState(NamedTuple):
+    """State of `scale_by_momentum` with `mu_dtype="int8"`."""
 
     count: Array  # type: ignore[assignment]  # shape=(), dtype=int32
     mu: optax.Updates  # int8
     scale: optax.Updates  # parameters' shape with 1 in the last axis, at least float32
 
 
-def nesterov(
+def scale_by_momentum(
     decay: optax.ScalarOrSchedule = 0.95,
     *,
     nesterov: bool = True,
@@ -79,7 +79,7 @@ def nesterov(
 
     Examples:
       >>> grads = jnp.array([1.0, -4.0])
-      >>> tx = jm.nesterov(0.5)
+      >>> tx = jm.scale_by_momentum(0.5)
       >>> tx.update(grads, tx.init(grads))[0].tolist()
       [0.75, -3.0]
     """
@@ -87,7 +87,7 @@ def nesterov(
     dtype = None if mu_dtype is None else jnp.dtype(mu_dtype).name
     if dtype is not None:
         checks.check_choice("mu_dtype", dtype, DTYPES)
-    kind = QuantizedNesterovState if dtype == "int8" else NesterovState
+    kind = QuantizedMomentumState if dtype == "int8" else ScaleByMomentumState
 
     def init_fn(params: optax.Params) -> optax.OptState:
         stored = [optax.tree.zeros_like(params, dtype=dtype)]

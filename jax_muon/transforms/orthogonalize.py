@@ -1,5 +1,6 @@
 """The one piece that needs whole matrices: every matrix to its polar factor."""
 
+import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Sequence
@@ -12,48 +13,47 @@ from jaxtyping import Array, Float
 from jax_muon.base import checks, facts, trees
 from jax_muon.base.array_types import mesh_of_types, surroundings
 from jax_muon.base.specs import dividing
-from jax_muon.matrices.joins import (
-    Factors,
-    Joined,
-    joined_matrices,
-    map_joined,
-    map_stacks,
-)
-from jax_muon.matrices.matrices import Given, Matrices, reading_of
+from jax_muon.matrices.joins import Joined, joined_matrices, map_joined, map_stacks
+from jax_muon.matrices.matrices import Join, check_matrices
 from jax_muon.mesh import exchange, owners
+from jax_muon.mesh.plan import Pool
 from jax_muon.polar.factors import PolarExpress
 
 Polar = Callable[[Float[Array, "*b m n"]], Float[Array, "*b m n"]]
 
 
+@dataclasses.dataclass
+class Orthogonalized:
+    """What `orthogonalize` did, for tools."""
+
+    # By path: how many matrices are one, mostly 1.
+    joined: dict[str, int] = dataclasses.field(default_factory=dict)
+    # On a mesh: pools by all the paths that one `orthogonalize` got, and the devices
+    # along each axis.
+    pools: dict[tuple[str, ...], list[Pool]] = dataclasses.field(default_factory=dict)
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
 def orthogonalize(
     polar: Polar = PolarExpress(),
     *,
-    matrices: Given = None,
+    joins: Sequence[Join] | None = None,
     small: int = 65536,
     team: int | None = None,
 ) -> optax.GradientTransformation:
     """Replace every matrix by its polar factor: same directions, singular values one.
 
-    Muon, https://kellerjordan.github.io/posts/muon/. Joined matrices count as one
-    (TEON, arXiv 2601.23261). On a mesh of several devices, which types of arrays show,
-    each matrix is computed by one of those that hold it, or by a team of them. An
-    update has three phases:
-
-    1. read: the axes of every matrix, and which are joined to one;
-    2. plan, on a mesh: the part of each leaf that a device holds, the pools of matrices
-       of one shape, and the owners of each pool;
-    3. map: leaves such as (768, 12, 64) become matrices (1, 768, 768), those of one
-       shape are mapped to polar factors as one batch, and become leaves again.
+    Muon, https://kellerjordan.github.io/posts/muon/, of arrays (..., in, out). On a
+    mesh of several devices, which types of arrays show, each matrix is computed by one
+    of those that hold it, or by a team of them.
 
     Args:
       polar: a function of arrays (..., m, n): `PolarExpress()`, `NewtonSchulz()`,
         `ExactPolar()`, or your own. It must treat each matrix independently, and
         commute with transposition and with permutations of rows and of columns: on a
         mesh matrices are transposed, and shards assembled in any order.
-      matrices: the reading passed in by `partition`, or what
-        `jax_muon.find_matrices` returns, or a function of the parameters that the piece
-        sees, which returns one; None treats every leaf as one matrix (in, out).
+      joins: which matrices are orthogonalized as one (TEON, arXiv 2601.23261), as
+        `matrices.joins` of what `jax_muon.find_matrices(..., joins=...)` returns.
       small: matrices with fewer elements are computed by all devices that hold them,
         and gathered if they are sharded, unless those of one shape together take less
         time with owners, by a count of bytes and FLOPs.
@@ -63,8 +63,8 @@ def orthogonalize(
         as `NewtonSchulz` has.
 
     Raises:
-      ValueError: at init and update, with path and shape, for a parameter that is not
-        a floating-point matrix; at update, with its path, for one whose type does not
+      ValueError: at init, with path and shape, for a parameter that is no array of
+        floating-point matrices; at update, with its path, for one whose type does not
         show how it is sharded, see `on_mesh`, and for a polar factor of another shape,
         or complex.
 
@@ -82,36 +82,30 @@ def orthogonalize(
     if team is not None:
         checks.check_count("team", team)
 
+    joins = tuple(joins or ())
+
     def init_fn(params: optax.Params) -> optax.EmptyState:
-        params = checks.as_arrays("params", params)
-        parameters = reading_of(matrices, params)
-        for path, _ in trees.leaves_with_paths(params):
-            parameters.axes(path)  # raises unless it is a matrix
+        check_matrices(checks.as_arrays("params", params))
         return optax.EmptyState()
 
     def update_fn(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
-        # 1. Read.
-        parameters = reading_of(matrices, updates)
         flat = trees.leaves_with_paths(updates)
         names, leaves = [path for path, _ in flat], [x for _, x in flat]
         structure, mesh = jax.tree.structure(updates), mesh_of_types(flat)
-        factors: Factors = functools.partial(map_stacks, polar)
         if mesh is None:
-            joined = joined_matrices(parameters, names, [x.shape for x in leaves])
-            leaves = _map_matrices(factors, parameters, names, joined, leaves)
+            joined = joined_matrices(joins, names, [x.shape for x in leaves])
+            _note_joined(names, joined)
+            factors = functools.partial(map_stacks, polar)
+            leaves = map_joined(factors, joined, leaves)
             return jax.tree.unflatten(structure, leaves), state
 
-        # 2. Plan.
+        # On a mesh: plan,
         sizes, devices_per_host = dict(mesh.shape), surroundings().devices_per_host
         specs = [dividing(jax.typeof(x).sharding.spec, sizes) for x in leaves]
-        specs, joined, pools = owners.local_matrices(
-            parameters, names, leaves, specs, mesh
-        )
-        # Sorted, since all processes have to build one program.
-        labels = sorted({parameter.label for parameter in parameters.values()})
+        specs, joined, pools = owners.local_matrices(joins, names, leaves, specs, mesh)
         pools = owners.with_owners(
             pools,
             sizes,
@@ -119,36 +113,26 @@ def orthogonalize(
             team=devices_per_host if team is None else team,
             devices_per_host=devices_per_host,
             shared_dtype=getattr(polar, "shared_dtype", None),
-            # The groups of `partition` start at different owners.
-            start=zlib.crc32(" ".join(labels).encode()),
+            # Groups of `optax.multi_transform` start at different owners.
+            start=zlib.crc32(" ".join(names).encode()),
         )
-        facts.note().pools[tuple(names)] = pools
-        facts.note().sizes.update(sizes)
+        noted = facts.note(Orthogonalized)
+        noted.pools[tuple(names)] = pools
+        noted.sizes.update(sizes)
+        _note_joined(names, joined)
 
-        # 3. Map, on each device its part.
+        # and map, on each device its part.
+        factors = functools.partial(map_stacks, polar)
         if mesh.size > 1:
             factors = functools.partial(exchange.map_pools, polar, pools=pools)
-        on_device = functools.partial(_map_matrices, factors, parameters, names, joined)
+        on_device = functools.partial(map_joined, factors, joined)
         leaves = exchange.on_shards(on_device, leaves, specs, mesh)
         return jax.tree.unflatten(structure, leaves), state
 
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _map_matrices(
-    factors: Factors,
-    matrices: Matrices,
-    names: Sequence[str],
-    joined: Sequence[Joined],
-    leaves: Sequence[Array],
-) -> list[Array]:
-    """Leaves, or a device's shards of them, with their joined matrices mapped."""
+def _note_joined(names: Sequence[str], joined: Sequence[Joined]) -> None:
     by_size = sorted(joined, key=lambda x: x.size)
     sizes = {names[leaf]: x.size for x in by_size for leaf in x.leaves}
-    facts.note().joined.update(sizes)
-    pairs = [(matrices.axes(name), x) for name, x in zip(names, leaves, strict=True)]
-    views = map_joined(factors, joined, [axes.view(x) for axes, x in pairs])
-    return [
-        axes.undo(view, x.shape).astype(x.dtype)
-        for (axes, x), view in zip(pairs, views, strict=True)
-    ]
+    facts.note(Orthogonalized).joined.update(sizes)

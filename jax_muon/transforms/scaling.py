@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jax_muon.base import checks, dtypes, trees
-from jax_muon.base.facts import note
-from jax_muon.base.trees import map_leaves, step_leaves
-from jax_muon.matrices.matrices import Given, MatrixAxes, reading_of
+from jax_muon.base import checks, dtypes, facts, trees
+from jax_muon.base.trees import map_leaves
+from jax_muon.matrices.matrices import check_matrices
 
 # The name of a factor below, or a function of (in, out).
 AdjustLr: TypeAlias = str | Callable[[int, int], float] | None
@@ -25,19 +24,22 @@ ADJUST_LR: dict[str | None, Callable[[int, int], float]] = {
     "spectral_norm": lambda fan_in, fan_out: (fan_out / fan_in) ** 0.5,
 }
 
+IN, OUT = -2, -1  # axes of arrays (..., in, out)
+MATRIX = IN, OUT
 _SMALLEST_NORM = 1e-6  # that a matrix or row is divided by
 
 
-def equilibrate_rows(*, matrices: Given = None) -> optax.GradientTransformation:
+class Scales(dict[str, float]):
+    """The factor of `scale_by_shape`, such as 2.0, by path: recorded for `describe`."""
+
+
+def equilibrate_rows() -> optax.GradientTransformation:
     r"""Scale the weights of every output neuron to one norm (MuonEq, arXiv 2603.28254).
 
     For :math:`U` with :math:`m` outputs, the weights :math:`u` of one become
     :math:`u \, \|U\|_F / (\sqrt{m} \max(\|u\|, 10^{-6}))`: all get the root mean
     square of their norms. The :math:`10^{-6}` shrinks with norms of :math:`U` below
     :math:`2^{-13}`, as in `NewtonSchulz`. It goes before `orthogonalize`.
-
-    Args:
-      matrices: see `orthogonalize`.
 
     Examples:
       >>> updates = jnp.array([[7.0, 0.0], [0.0, 1.0]])
@@ -46,20 +48,17 @@ def equilibrate_rows(*, matrices: Given = None) -> optax.GradientTransformation:
       [[5.0, 0.0], [0.0, 5.0]]
     """
 
-    def scale(_: str, u: Array, axes: MatrixAxes) -> Array:
-        fan_out = axes.fan(u.shape)[1]
-        unit = dtypes.unit_of(jnp.max(jnp.abs(u), axes.matrix, keepdims=True))
-        whole, rows = (_norm(u * unit, x) for x in (axes.matrix, axes.reduction))
-        target = whole / fan_out**0.5  # the root mean square of the norms of rows
+    def scale(_: str, u: Array) -> Array:
+        unit = dtypes.unit_of(jnp.max(jnp.abs(u), MATRIX, keepdims=True))
+        whole, rows = (_norm(u * unit, axes) for axes in (MATRIX, (IN,)))
+        target = whole / u.shape[-1] ** 0.5  # the root mean square of the norms of rows
         norm = jnp.maximum(rows, dtypes.padded(whole, _SMALLEST_NORM, unit, 0.0))
         return u * jnp.minimum(target / norm, jnp.finfo(u.dtype).max)
 
-    return _stateless(scale, matrices)
+    return _stateless(scale)
 
 
-def normalize_frobenius(
-    rms: float | None = None, *, matrices: Given = None
-) -> optax.GradientTransformation:
+def normalize_frobenius(rms: float | None = None) -> optax.GradientTransformation:
     r"""Set the Frobenius norm of every matrix, after `orthogonalize`.
 
     Muon+, arXiv 2602.21545; with rms=0.2 after `scale_by_normuon`, the step size of
@@ -69,7 +68,6 @@ def normalize_frobenius(
       rms: root mean square of the elements to set; None sets the Frobenius norm to
         :math:`\sqrt{\min(m, n)}`, as orthogonal matrices have. Norms below 1e-6 count
         as 1e-6.
-      matrices: see `orthogonalize`.
 
     Examples:
       >>> updates = jnp.array([[3.0, 0.0], [0.0, 4.0]])
@@ -80,22 +78,22 @@ def normalize_frobenius(
     if rms is not None:
         rms = checks.as_number("rms", rms, "above 0", others=", or None")
 
-    def scale(_: str, u: Array, axes: MatrixAxes) -> Array:
-        fan_in, fan_out = axes.fan(u.shape)
+    def scale(_: str, u: Array) -> Array:
+        fan_in, fan_out = u.shape[-2:]
         if rms is None:
             target: float | Array = min(fan_in, fan_out) ** 0.5
         else:
             target = dtypes.in_dtype_of(u, rms) * (fan_in * fan_out) ** 0.5
-        return u * (target / jnp.maximum(_norm(u, axes.matrix), _SMALLEST_NORM))
+        return u * (target / jnp.maximum(_norm(u, MATRIX), _SMALLEST_NORM))
 
-    return _stateless(scale, matrices)
+    return _stateless(scale)
 
 
 class ScaleByNorMuonState(NamedTuple):
     """State of `scale_by_normuon`."""
 
     count: Array  # type: ignore[assignment]  # shape=(), dtype=int32
-    nu: optax.Updates  # parameters' shape with 1 in the averaged axes, at least float32
+    nu: optax.Updates  # (..., 1, out) or (..., in, 1), at least float32
 
 
 def scale_by_normuon(
@@ -103,7 +101,6 @@ def scale_by_normuon(
     *,
     axis: str = "longer",
     eps: float = 1e-10,
-    matrices: Given = None,
 ) -> optax.GradientTransformation:
     r"""Divide neurons by a running root mean square, keeping the norm.
 
@@ -117,7 +114,6 @@ def scale_by_normuon(
       axis: "output": one mean for each output neuron, as in the paper; "longer": for
         each output if out >= in, else for each input, as in nanochat.
       eps: smallest mean square, and smallest norm, that is divided by.
-      matrices: see `orthogonalize`.
 
     Examples:
       >>> updates = jnp.array([[1.0, 0.0], [0.0, 7.0]])
@@ -129,21 +125,18 @@ def scale_by_normuon(
     checks.check_choice("axis", axis, ("longer", "output"))
     eps = checks.as_number("eps", eps, "above 0")
 
-    def averaged(axes: MatrixAxes, shape: tuple[int, ...]) -> tuple[int, ...]:
-        fan_in, fan_out = axes.fan(shape)
-        return axes.reduction if axis == "output" or fan_out >= fan_in else axes.output
+    def mean(x: Array) -> Array:
+        fan_in, fan_out = x.shape[-2:]
+        along = IN if axis == "output" or fan_out >= fan_in else OUT
+        return jnp.mean(x**2, along, keepdims=True)
+
+    def zeros(p: Array) -> Array:
+        # A mean has the sharding of the parameter.
+        return jnp.zeros_like(mean(p), dtype=dtypes.wider(p.dtype, jnp.float32))
 
     def init_fn(params: optax.Params) -> ScaleByNorMuonState:
-        parameters = reading_of(matrices, params)
-
-        def zeros(path: str, p: Array) -> Array:
-            # A sum has the sharding of the parameter.
-            axes = averaged(parameters.axes(path), p.shape)
-            mean = jnp.sum(p, axis=axes, keepdims=True)
-            return jnp.zeros_like(mean, dtype=dtypes.wider(p.dtype, jnp.float32))
-
-        # A box names the axes of the parameter, over which (1, out) cannot be sharded.
-        nu = map_leaves(zeros, trees.unbox(params))
+        check_matrices(params)
+        nu = jax.tree.map(zeros, params)
         return ScaleByNorMuonState(jnp.zeros([], jnp.int32), nu)
 
     def update_fn(
@@ -152,26 +145,27 @@ def scale_by_normuon(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, ScaleByNorMuonState]:
         del params
-        parameters = reading_of(matrices, updates)
         beta = checks.rate_at(decay, state.count)
 
-        def step(path: str, u: Array, v: Array) -> tuple[Array, Array]:
-            axes, x = parameters.axes(path), dtypes.wide(u)
-            mean = jnp.mean(x**2, axis=averaged(axes, x.shape), keepdims=True)
-            v = (v + (1 - dtypes.in_dtype_of(v, beta)) * (mean - v)).astype(v.dtype)
+        def average(new: Array, v: Array) -> Array:
+            return (v + (1 - dtypes.in_dtype_of(v, beta)) * (new - v)).astype(v.dtype)
+
+        def scale(u: Array, squares: Array, v: Array) -> Array:
             # Both norms come from the means, which cover equally many entries each:
             # (1, 3072) means of 768 entries, for (768, 3072). So two passes over x are
             # saved, most of this piece's time on a CPU.
-            floor = dtypes.in_dtype_of(v, eps)
+            x, floor = dtypes.wide(u), dtypes.in_dtype_of(v, eps)
             root = jax.lax.rsqrt(jnp.maximum(v, floor))
-            count = x.size / mean.size
-            norm = dtypes.root(count * jnp.sum(mean, axes.matrix, keepdims=True))
-            scaled = jnp.sum(mean * root * root, axes.matrix, keepdims=True)
+            count = x.size / squares.size
+            norm = dtypes.root(count * jnp.sum(squares, MATRIX, keepdims=True))
+            scaled = jnp.sum(squares * root * root, MATRIX, keepdims=True)
             new_norm = dtypes.root(count * scaled)
             factor = root * (norm / jnp.maximum(new_norm, floor))
-            return (x * factor).astype(u.dtype), v
+            return (x * factor).astype(u.dtype)
 
-        updates, nu = step_leaves(step, updates, state.nu)
+        means = jax.tree.map(lambda u: mean(dtypes.wide(u)), updates)
+        nu = jax.tree.map(average, means, state.nu)
+        updates = jax.tree.map(scale, updates, means, nu)
         return updates, ScaleByNorMuonState(optax.safe_increment(state.count), nu)
 
     return optax.GradientTransformation(init_fn, update_fn)
@@ -179,8 +173,6 @@ def scale_by_normuon(
 
 def scale_by_shape(
     adjust_lr_fn: str | Callable[[int, int], float] | None = "original",
-    *,
-    matrices: Given = None,
 ) -> optax.GradientTransformation:
     """Scale every matrix by a factor of its shape (in, out).
 
@@ -190,7 +182,6 @@ def scale_by_shape(
         of AdamW's updates), both as in `torch.optim.Muon`; "spectral_norm" is
         (out/in)^0.5 (dion; TEON, arXiv 2601.23261), as the spectral condition of muP
         has it; None is 1; or a function of (in, out).
-      matrices: see `orthogonalize`.
 
     Examples:
       >>> updates = jnp.ones((2, 8))  # (in, out)
@@ -206,15 +197,15 @@ def scale_by_shape(
         checks.refuse("adjust_lr_fn", adjust_lr_fn, expected)
     factor_of = adjust_lr_fn if callable(adjust_lr_fn) else ADJUST_LR[adjust_lr_fn]
 
-    def scale(path: str, u: Array, axes: MatrixAxes) -> Array:
-        fan = axes.fan(u.shape)
+    def scale(path: str, u: Array) -> Array:
+        fan = u.shape[-2:]
         factor = checks.as_number(
             f"adjust_lr_fn{fan}", factor_of(*fan), "of at least 0"
         )
-        note().scales[path] = factor
+        facts.note(Scales)[path] = factor
         return u * dtypes.in_dtype_of(u, factor)
 
-    return _stateless(scale, matrices)
+    return _stateless(scale)
 
 
 def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
@@ -253,24 +244,15 @@ def _norm(x: Array, axes: tuple[int, ...]) -> Array:
     return dtypes.root(jnp.sum(x * x, axes, keepdims=True))
 
 
-def _stateless(
-    scale: Callable[[str, Array, MatrixAxes], Array], matrices: Given
-) -> optax.GradientTransformation:
+def _stateless(scale: Callable[[str, Array], Array]) -> optax.GradientTransformation:
     """A transform that applies `scale` to every leaf, in at least float32."""
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
-        parameters = reading_of(matrices, params)
-        for path, _ in trees.leaves_with_paths(params):
-            parameters.axes(path)  # raises unless it is a matrix
+        check_matrices(params)
         return optax.EmptyState()
 
-    def scaled(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
-        del params
-        parameters = reading_of(matrices, updates)
+    def scaled(path: str, u: Array) -> Array:
+        return scale(path, dtypes.wide(u)).astype(u.dtype)
 
-        def scale_leaf(path: str, u: Array) -> Array:
-            return scale(path, dtypes.wide(u), parameters.axes(path)).astype(u.dtype)
-
-        return map_leaves(scale_leaf, updates)
-
-    return optax.GradientTransformation(init_fn, optax.stateless(scaled).update)
+    update = optax.stateless(lambda updates, params: map_leaves(scaled, updates)).update
+    return optax.GradientTransformation(init_fn, update)

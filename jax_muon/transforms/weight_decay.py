@@ -1,6 +1,6 @@
 """Weight decay: of some parameters by a mask, and where the step shrinks weights."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -55,21 +55,18 @@ def add_cautious_decayed_weights(
         if isinstance(weight_decay, float) and weight_decay == 0:
             return updates, new_state
         checks.check_params("weight_decay, unless it is 0.0,", params)
-        now, decays = checks.rate_at(weight_decay, state.count), decaying(mask, updates)
-        weights = dict(trees.leaves_with_paths(params))
+        now = checks.rate_at(weight_decay, state.count)
 
-        def decay(path: str, u: Array) -> Array:
-            if not decays(path):
-                return u
+        def decay(u: Array, w: Array) -> Array:
             wide_u = dtypes.wide(u)
-            wide_w = weights[path].astype(wide_u.dtype)
+            wide_w = w.astype(wide_u.dtype)
             decayed = dtypes.in_dtype_of(wide_w, now) * wide_w
             decayed = jnp.where(wide_u * wide_w >= 0, decayed, 0)
             return (wide_u + decayed).astype(u.dtype)
 
-        return trees.map_leaves(decay, updates), new_state
+        return jax.tree.map(decay, updates, params), new_state
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return _masked(optax.GradientTransformation(init_fn, update_fn), mask)
 
 
 def add_decayed_weights(
@@ -81,11 +78,7 @@ def add_decayed_weights(
     if isinstance(rate, float) and rate == 0:
         return optax.identity()
 
-    def mask_of(tree: optax.Params) -> Mask:
-        decays = decaying(mask, tree)
-        return trees.map_leaves(lambda path, _: decays(path), tree)
-
-    tx = optax.add_decayed_weights(rate, None if mask is None else mask_of)
+    tx = _masked(optax.add_decayed_weights(rate), mask)
 
     def update_fn(
         updates: optax.Updates,
@@ -132,27 +125,34 @@ def _is_absent(x: Any) -> bool:
     return x is None or isinstance(x, optax.MaskedNode)
 
 
-def decaying(mask: Mask, tree: optax.Params) -> Callable[[str], bool]:
-    """The function of a path that says whether its parameter decays.
+def _masked(
+    tx: optax.GradientTransformation, mask: Mask
+) -> optax.GradientTransformation:
+    """`optax.masked` by paths: an entry may be of a module, or a leaf in parts."""
+    if mask is None:
+        return tx
+
+    def mask_of(tree: optax.Params) -> Mask:
+        found = mask(tree) if trees.is_function(mask) else mask
+        entries = dict(trees.leaves_with_paths(found))
+        return trees.map_leaves(lambda path, _: _decays(entries, path), tree)
+
+    return optax.masked(tx, mask_of)
+
+
+def _decays(entries: Mapping[str, bool], path: str) -> bool:
+    """True if a parameter decays.
 
     Parts of a split parameter, such as `qkv/kernel/query`, follow the entry of the
     whole one, `qkv/kernel`, or of a module around it.
     """
-    if mask is None:
-        return lambda path: True
-    mask = mask(tree) if trees.is_function(mask) else mask
-    entries = dict(trees.leaves_with_paths(mask))
-
-    def decays(path: str) -> bool:
-        where = trees.nearest_prefix(entries, path) or ""
-        if where not in entries:
-            raise ValueError(
-                f"the mask of the weight decay says nothing of parameter {path!r}, but "
-                f"of {', '.join(entries) or 'none'}; expected True or False for each "
-                "parameter, or for a module that it is in"
-            )
-        if isinstance(entries[where], str):  # a label, say, which would be true
-            checks.refuse(f"mask at {where!r}", entries[where], "True or False")
-        return bool(entries[where])
-
-    return decays
+    where = trees.nearest_prefix(entries, path) or ""
+    if where not in entries:
+        raise ValueError(
+            f"the mask of the weight decay says nothing of parameter {path!r}, but "
+            f"of {', '.join(entries) or 'none'}; expected True or False for each "
+            "parameter, or for a module that it is in"
+        )
+    if isinstance(entries[where], str):  # a label, say, which would be true
+        checks.refuse(f"mask at {where!r}", entries[where], "True or False")
+    return bool(entries[where])

@@ -39,16 +39,13 @@ def read(params):
 
 def muon(learning_rate):
     """Without decay: brax does not pass the parameters to the update."""
-
-    def chain(matrices):
-        return optax.chain(
-            jm.nesterov(0.95),
-            jm.orthogonalize(jm.NewtonSchulz(dtype="float32"), matrices=matrices),
-            jm.scale_by_shape("match_rms_adamw", matrices=matrices),
-            optax.scale_by_learning_rate(learning_rate),
-        )
-
-    return jm.partition({"muon": chain, "adamw": adam(learning_rate)}, matrices=read)
+    return jm.muon(
+        learning_rate,
+        matrices=read,
+        adamw=adam(learning_rate),
+        adjust_lr_fn="match_rms_adamw",
+        dtype="float32",
+    )
 
 
 def replicated(tree, devices):

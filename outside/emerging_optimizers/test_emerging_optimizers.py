@@ -92,7 +92,7 @@ def test_polar_factors_in_bfloat16(shape, rng):
 def chain(*pieces):
     """For matrices (in, out), with the iteration in float32."""
     return optax.chain(
-        jm.nesterov(MOMENTUM, nesterov=False),
+        jm.scale_by_momentum(MOMENTUM, nesterov=False),
         jm.orthogonalize(our_polar(YOU, 5)),
         *pieces,
     )

@@ -66,9 +66,10 @@ def test_hyperball_against_muonh(theirs, ours, nesterov):
     rules = {"up/weight/0": MuonDimensionNumbers(-1, -2), "down/weight/0": "muon"}
     matrices = jm.find_matrices(start, rules=rules)
     our = optax.chain(
-        jm.nesterov(momentum, nesterov=nesterov),
-        jm.orthogonalize(polar, matrices=matrices),
-        jm.hyperball(rate, matrices=matrices),
+        jm.scale_by_momentum(momentum, nesterov=nesterov),
+        jm.as_matrices(
+            optax.chain(jm.orthogonalize(polar), jm.hyperball(rate)), matrices
+        ),
     )
     steps = {"theirs": their, "ours": our}
     ends = {}

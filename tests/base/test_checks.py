@@ -59,7 +59,12 @@ def resumed(tx, other):
     step(tx, PARAMS, state=other.init(PARAMS))
 
 
-MOUN, X = {"w": "moun", "wte": "adamw"}, {"w": "x", "wte": "adamw"}
+def as_matrices(matrices, piece=None):
+    return jm.as_matrices(piece or jm.orthogonalize(), matrices)
+
+
+MOUN, LABELS = {"w": "moun", "wte": "adamw"}, {"wte": "adamw", "*": "muon"}
+NORMUON = jm.scale_by_normuon()
 # The words of an error, and the wrong use that raises it: at once,
 WRONG = {
     "learning_rate=-0.1; expected a finite number of": lambda: muon(learning_rate=-0.1),
@@ -75,9 +80,6 @@ WRONG = {
     "team=0; expected a Python int": lambda: jm.orthogonalize(team=0),
     "params=None; expected the parameters": lambda: jm.find_matrices(None),
     "function=3; expected a function, as in": lambda: jm.find_matrices(PARAMS, 3),
-    "'wte' of shape (5, 4) has the label 'adamw', but a piece": lambda: known(
-        PARAMS, rules={"wte": "adamw", "*": "muon"}
-    ).axes("wte"),
     "parts={'q'}; expected names in their order": lambda: jm.Split({"q"}),
     "parts='qkv'; expected names in their order": lambda: jm.Split("qkv"),
     "parts={'q': 1.5}; expected names in their order": lambda: jm.Split({"q": 1.5}),
@@ -94,12 +96,11 @@ WRONG = {
     "ns_steps=2.5; expected a Python integer": lambda: muon(ns_steps=2.5),
     "ns_steps=True; expected a Python integer": lambda: muon(ns_steps=True),
     "such as sgd(1e-3)": lambda: nanochat(groups={"x": optax.sgd}),
-    "expected an optax transform, such as muon(1e-3)": lambda: jm.partition(
-        {"muon": jm.muon}, toy
+    "tx=<function sgd at": lambda: jm.as_matrices(optax.sgd, toy),
+    "an optax transform, such as orthogonalize(1e-3)": lambda: jm.as_matrices(
+        jm.orthogonalize, toy
     ),
-    "init_value=-1.0; expected a finite number": lambda: jm.nanochat_weight_decay(
-        -1.0, 10
-    ),
+    "groups['x']=<function": lambda: nanochat(groups={"x": NONE}),
     "['w']=-1.0; expected a finite number": lambda: jm.scale_by_path({"w": -1.0}),
     "gather_dtype='int8'; expected a dtype of": lambda: on_mesh(gather_dtype="int8"),
     "='float16'; expected one of 'float64'": lambda: muon(mu_dtype="float16"),
@@ -157,8 +158,18 @@ WRONG |= {  # at init,
     "labels of groups=['frozn']; expected those of parameters, adamw, muon": lambda: (
         init(muon(groups={"frozn": optax.set_to_zero()}))
     ),
-    "{'*': 'muon'}; expected jax_muon.find_matrices(params, loss_fn, batch), or fi": (
-        lambda: init(jm.orthogonalize(matrices={"*": "muon"}), MATRIX)
+    "'bias' of shape (6,) has the label 'adamw', but a transform of matrices": (
+        lambda: init(as_matrices(known(PARAMS, rules=LABELS)))
+    ),
+    "'bias' of shape (6,): with dtype float32 it cannot be": lambda: init(
+        jm.orthogonalize()
+    ),
+    "use the piece within jax_muon.as_matrices(tx, matrices), on": lambda: init(
+        jm.hyperball(0.1)
+    ),
+    "rules: 'wte' matches no parameter": lambda: init(as_matrices(LABELS), MATRIX),
+    "matrices=None; expected jax_muon.find_matrices(params, lo": lambda: as_matrices(
+        None
     ),
     "not a flat vector: unflatten it first": lambda: init(
         optax.flatten(muon(matrices=known(MATRIX))), MATRIX
@@ -176,18 +187,11 @@ WRONG |= {  # at init,
     "no transform for the label 'moun' of w; expected one in groups, or one of": (
         lambda: init(read_as(MOUN))
     ),
-    "groups['x'](matrices)=None; expected": lambda: init(
-        read_as(X, groups={"x": NONE})
-    ),
     "matrices(params)=None; expected jax_muon.find_matrices(params": lambda: init(
         muon(matrices=NONE)
     ),
-    "matrices= splits w, which a piece would not apply": lambda: init(
-        jm.orthogonalize(matrices=known(MATRIX, splits={"w": jm.Split.heads(2)}))
-    ),
     "'w': 'adamw or MuonDimensionNumbers(in, out)',  # (2": lambda: init(
-        read_as({"w": "x"}, groups={"x": lambda x: jm.orthogonalize(matrices=x)}),
-        {"w": jnp.ones((2, 4, 6))},
+        as_matrices(reader({"w": "x"})), {"w": jnp.ones((2, 4, 6))}
     ),
     "'bias' was not read, only w": lambda: init(muon(matrices=known(MATRIX))),
     "params at 'layers'=2; expected arrays": lambda: init(
@@ -224,11 +228,20 @@ WRONG |= {  # or at update
     "keep_residual needs the parameters": lambda: jm.keep_residual(muon()).update(
         MATRIX, None
     ),
-    "array 'inner_states/muon/inner_state/2/count': none": lambda: resumed(
+    "array 'inner_states/muon/inner_state/1/1/count': none": lambda: resumed(
         nanochat(), muon()
     ),
-    "inner_state/2/count': int32 of shape (); expected none": lambda: resumed(
+    "inner_state/1/1/count': int32 of shape (); expected none": lambda: resumed(
         muon(), nanochat()
+    ),
+    "array 'count': none; expected int32 of shape ()": lambda: step(
+        as_matrices(toy, jm.scale_by_normuon()), state=optax.EmptyState()
+    ),
+    "array 'nu/w': float32 of shape (1, 6); expected float32 of shape (2, 4, 1)": (
+        lambda: step(
+            as_matrices(known(MATRIX, splits={"w": jm.Split.heads(2)}), NORMUON),
+            state=as_matrices(toy, NORMUON).init(MATRIX),
+        )
     ),
     "gradient 'w': float32 of shape (1, 6); expected": lambda: step(
         jm.with_splits(optax.adamw(0.1), {"w": jm.Split.heads(2)}), grads={"w": ROW}
@@ -268,13 +281,14 @@ def test_numbers_of_numpy_are_numbers():
     assert muon(learning_rate=jnp.float32(0.5))
 
 
-# --- gradients and states of other parameters: once, in `partition` and `on_mesh` -----
+# --- gradients and states of other parameters, in recipes, `as_matrices`, `on_mesh` ---
 
-CHECKED = (
-    read_as("muon"),
-    jm.partition({"adamw": optax.adamw(0.1)}, {"*": "adamw"}),
-    jm.on_mesh(optax.adamw(0.1), MESH),
-)
+CHECKED = {
+    "a recipe": read_as("muon"),
+    "AdamW in a recipe": read_as("adamw", adamw=optax.adamw(0.1)),
+    "as_matrices": as_matrices(toy, jm.scale_by_momentum()),
+    "on_mesh": jm.on_mesh(optax.adamw(0.1), MESH),
+}
 WRONG_GRADIENTS = {
     "'w': float32 of shape (1, 6); expected float32 of shape (4, 6)": {
         "w": jnp.ones((1, 6))
@@ -285,7 +299,8 @@ WRONG_GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("tx", CHECKED, ids=["a recipe", "partition", "on_mesh"])
+@pytest.mark.filterwarnings("ignore:no parameter is a matrix")
+@pytest.mark.parametrize("tx", CHECKED.values(), ids=CHECKED)
 def test_gradients_and_states_of_other_shapes(tx):
     """optax.adamw alone would broadcast (1, 6) against (4, 6)."""
     for words, wrong in WRONG_GRADIENTS.items():
@@ -298,10 +313,10 @@ def test_gradients_and_states_of_other_shapes(tx):
 
 
 PIECES = {
-    "nesterov": jm.nesterov(),
-    "int8 momentum": jm.nesterov(mu_dtype="int8"),
-    "scale_by_normuon": jm.scale_by_normuon(),
-    "hyperball": jm.hyperball(0.1),
+    "momentum": jm.scale_by_momentum(),
+    "int8 momentum": jm.scale_by_momentum(mu_dtype="int8"),
+    "scale_by_normuon": as_matrices(toy, jm.scale_by_normuon()),
+    "hyperball": as_matrices(toy, jm.hyperball(0.1)),
     "a recipe": muon(adamw=optax.sgd(0.1)),
 }
 

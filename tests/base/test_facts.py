@@ -1,33 +1,36 @@
-"""The comments in `facts.py` name the files that write and read each fact."""
+"""Facts: each module records in a class of its own, and only while a tool listens."""
 
-import dataclasses
-import pathlib
-import re
+import jax
+import jax.numpy as jnp
 
-import jax_muon
 from jax_muon.base import facts
 
-PACKAGE = pathlib.Path(jax_muon.__file__).parent
-SOURCES = {path.stem: path.read_text() for path in PACKAGE.rglob("*.py")}
+
+class Seen(dict):
+    """A class of a module."""
 
 
-def files_with(pattern):
-    found = {name for name, text in SOURCES.items() if re.search(pattern, text)}
-    return found - {"facts"}  # its docstring has an example
+class Others(list):
+    """A class of another one."""
 
 
-def test_each_fact_names_its_writers_and_readers():
-    comments = re.findall(
-        r"((?:^    #.*\n)+)^    (\w+): ", SOURCES["facts"], re.MULTILINE
-    )
-    flat = ((field, re.sub(r"\s*#\s*", " ", comment)) for comment, field in comments)
-    named = {field: comment.split(". ")[-1] for field, comment in flat}
-    assert [*named] == [field.name for field in dataclasses.fields(facts.Facts)]
-    for field, text in named.items():
-        writers, readers = text.split("->")
-        words = [{*re.findall(r"\w+", side)} for side in (writers, readers)]
-        found = [
-            files_with(rf"\bnote\(\)\.{field}\b"),
-            files_with(rf"(\brecorded|\)\[1\])\.{field}\b"),
-        ]
-        assert words == found, field
+def noting(x):
+    facts.note(Seen)["x"] = x.shape
+    facts.note(Others).append(x.dtype)
+    return 2 * x
+
+
+def test_facts_are_recorded_by_class_while_a_function_is_traced():
+    shapes, recorded = facts.eval_shape(noting, jnp.ones(3))
+    assert shapes == jax.ShapeDtypeStruct((3,), "float32")
+    assert recorded[Seen] == {"x": (3,)} and recorded[Others] == ["float32"]
+    _, recorded = facts.eval_shape(noting, jnp.ones(3))  # also a second time
+    assert recorded[Seen] == {"x": (3,)}
+
+
+def test_nobody_listens_outside():
+    noting(jnp.ones(3))
+    assert not facts.note(Seen)
+    with facts.recording() as recorded:
+        noting(jnp.ones(4))
+    assert recorded[Seen] == {"x": (4,)} and not facts.note(Seen)

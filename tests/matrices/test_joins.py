@@ -102,7 +102,9 @@ def test_which_matrices_are_joined(name):
     paths = sorted(shapes)
     found = [
         [paths[leaf] for leaf in x.leaves]
-        for x in joined_matrices(read(tree, joins), paths, [shapes[p] for p in paths])
+        for x in joined_matrices(
+            read(tree, joins).joins, paths, [shapes[p] for p in paths]
+        )
         if x.size > 1
     ]
     assert sorted(found) == sorted(expected)
@@ -112,7 +114,7 @@ def test_a_layer_whose_partner_is_masked_is_joined_with_no_other():
     tree = dict.fromkeys(names(ATTN_Q, 4), Q)
     found = read(tree, 2)
     paths = ["blocks/0/attn/q", "blocks/2/attn/q", "blocks/3/attn/q"]
-    joined = joined_matrices(found, paths, [Q.shape] * 3)
+    joined = joined_matrices(found.joins, paths, [Q.shape] * 3)
     assert [x.leaves for x in joined] == [(0,), (1, 2)]
 
 
@@ -134,12 +136,13 @@ def test_joined_matrices_hold_every_matrix_once(data):
     }
     paths = sorted(arrays)
     matrices = jm.find_matrices(arrays, rules=MuonDimensionNumbers(-2, -1), joins=joins)
-    joined = joined_matrices(matrices, paths, [arrays[path].shape for path in paths])
-    views = [matrices.axes(path).view(jnp.asarray(arrays[path])) for path in paths]
+    leaves = [jnp.asarray(arrays[path]) for path in paths]
+    joined = joined_matrices(matrices.joins, paths, [x.shape for x in leaves])
+    stacks = [x.reshape(-1, *x.shape[-2:]) for x in leaves]
     for x in joined:
-        assert len(x.view(views)) == x.batch
-    for result, view in zip(map_joined(list, joined, views), views, strict=True):
-        np.testing.assert_array_equal(result, view)
+        assert len(x.view(stacks)) == x.batch
+    for result, leaf in zip(map_joined(list, joined, leaves), leaves, strict=True):
+        np.testing.assert_array_equal(result, leaf)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_muon as jm
 from jax_muon.tools.verify import compare
 from tests import trees
-from tests.matrices import reader, toy
+from tests.matrices import toy
 from tests.mesh import case
 from tests.mesh.case import AUTO, EXPLICIT, make_step, mesh_of, recipe
 from tests.recipes import RECIPES
@@ -69,7 +69,7 @@ def test_on_mesh_in_float64(x64):
     ],
 )
 def test_narrow_momentum_is_that_of_one_device_bit_for_bit(dtype, where, kind):
-    tx = jm.nesterov(0.5, mu_dtype=dtype)
+    tx = jm.scale_by_momentum(0.5, mu_dtype=dtype)
     found = on_mesh(where, kind, tx=tx)
     assert {apart for apart, _ in found.differences.values()} == {0}, found
     if dtype == "int8":  # rows are with their scales
@@ -311,17 +311,14 @@ if hasattr(optax.contrib, "scale_by_galore"):  # not in optax 0.2.6
 @pytest.mark.parametrize("name", FOREIGN)
 def test_what_has_no_sharding_type_is_named_and_runs_on_auto_axes(name):
     """In a group, beside one that orthogonalizes; the docstring shows a chain."""
-
-    def muon(matrices):
-        return jm.orthogonalize(jm.ExactPolar(), matrices=matrices, small=0)
-
+    muon = jm.orthogonalize(jm.ExactPolar(), small=0)
     on = functools.partial(jm.on_mesh, where=case.at(mesh_of(8), P("data")))
     tx = on(FOREIGN[name])
     with pytest.raises(ValueError, match=rf"^{name} inside .*on_auto_axes\({name}"):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     groups = {"muon": muon, "adamw": jm.on_auto_axes(FOREIGN[name])}
-    rules = {"v": "muon", "w": "adamw"}
-    case.assert_verified(on(jm.partition(groups, rules)), PARAMS)
+    labels = {"v": "muon", "w": "adamw", "b": "adamw"}
+    case.assert_verified(on(optax.multi_transform(groups, labels)), PARAMS)
 
 
 def test_gradients_of_an_update_eager_and_jitted():
@@ -390,14 +387,6 @@ def test_other_arguments_of_an_update_reach_every_transform():
             scaled = jax.jit(functools.partial(on.update, value=value, how="by"))
             updates, _ = scaled(params, on.init(params), params)
             np.testing.assert_array_equal(updates["w"], 3)
-
-
-def test_a_piece_alone_plans_by_the_arrays():
-    """Its reading has another shape; inside `partition` that is an error."""
-    read = reader()({"w": jnp.ones((64, 256))})
-    piece = jm.orthogonalize(jm.PolarExpress(dtype="float32"), matrices=read)
-    tx = jm.on_mesh(piece, case.at(mesh_of(4), P("data")))
-    assert jm.verify(tx, {"w": jnp.ones((256, 64))}).ok
 
 
 def test_on_mesh_inside_injected_rates():

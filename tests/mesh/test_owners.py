@@ -10,14 +10,13 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from benchmarks.schedule.hlo import Module
 from benchmarks.schedule.jaxpr import collectives
 from jax_muon.mesh import hardware, owners
 from jax_muon.mesh.owners import cost, pools_of, with_owners
-from tests.matrices import reader, toy
+from tests.matrices import toy
 from tests.mesh.case import (
     EXPLICIT,
     assert_bit_identical_on_devices,
@@ -131,10 +130,10 @@ def test_odd_matrices_go_to_different_devices():
 
 
 def test_groups_of_matrices_find_different_owners():
-    """Four groups of `partition` with one matrix each, on eight devices."""
+    """Four groups with one matrix each, on eight devices."""
     params = {k: jax.ShapeDtypeStruct((512, 512), "float32") for k in "abcd"}
-    groups = dict.fromkeys("abcd", lambda matrices: jm.orthogonalize(matrices=matrices))
-    tx = jm.partition(groups, reader({k: k for k in "abcd"}))
+    groups = {k: jm.orthogonalize() for k in "abcd"}
+    tx = optax.multi_transform(groups, {k: k for k in "abcd"})
     planned = jm.describe(jm.on_mesh(tx, mesh_of(8), divide="data"), params)
     assert len(planned.pools) == 4
     flops = sum(pool.load(planned.sizes) for pool in planned.pools)
@@ -207,8 +206,7 @@ def test_teams_share_matrices(rng, x64, sharing, shape, spec, team, used, dtype)
     polar = jm.NewtonSchulz(
         coefficients=[(3.4, -4.7, 2.0), (2.0, -1.5, 0.5)], dtype=dtype, norm="schatten4"
     )
-    matrices = jm.find_matrices(grads, rules=MuonDimensionNumbers(-2, -1))
-    tx = jm.orthogonalize(polar, matrices=matrices, small=0, team=team)
+    tx = jm.orthogonalize(polar, small=0, team=team)
     update = lambda g: tx.update(g, optax.EmptyState())[0]  # noqa: E731
     placed = put(grads, spec, mesh)
     result = jax.jit(update)(placed)

@@ -194,12 +194,13 @@ def test_the_reading_finds_layers_and_shardings_avoid_them(how):
 def optimizers(matrices, params):
     """A recipe, pieces in `optax.multi_transform`, and a bare chain."""
     muon = optax.chain(
-        jm.nesterov(0.9), jm.orthogonalize(jm.ExactPolar(), matrices=matrices)
+        jm.scale_by_momentum(0.9),
+        jm.as_matrices(jm.orthogonalize(jm.ExactPolar()), matrices),
     )
     labels = matrices.labels(params)
     of_muon = jax.tree.map(lambda label: label == "muon", labels)
     return {
-        "recipe": jm.partition({"muon": muon, "adamw": optax.adamw(1e-3)}, matrices),
+        "recipe": jm.muon(0.02, adamw=optax.adamw(1e-3), matrices=matrices),
         "multi_transform": optax.multi_transform(
             {"muon": muon, "adamw": optax.adamw(1e-3)}, labels
         ),

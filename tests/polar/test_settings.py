@@ -64,7 +64,6 @@ SETTINGS = {
     "form='grm'; expected one of 'auto', 'standard', 'gram'": {"form": "grm"},
     "kernels='kernel'; expected None, True or False": {"kernels": "kernel"},
     "dtype='float16'; expected bfloat16, float32 or float64": {"dtype": "float16"},
-    "dtype=None; expected": {"dtype": None},
     "reach 28; expected dtype=float32, or form='standard'": {"form": "gram"},
     "kernels=True with dtype=float32; expected dtype=bfloat16, or": {
         "kernels": True,
@@ -95,3 +94,12 @@ WRONG |= {
 def test_what_is_refused(words):
     with pytest.raises(ValueError, match=re.escape(words)):
         WRONG[words]()
+
+
+@pytest.mark.parametrize(
+    ("given", "own"), [("float32", "float32"), ("float16", "float32")]
+)
+def test_without_a_dtype_it_is_that_of_the_matrices(given, own):
+    x = jax.random.normal(jax.random.key(0), (4, 6)).astype(given)
+    found, expected = (jm.NewtonSchulz(dtype=dtype)(x) for dtype in (None, own))
+    np.testing.assert_array_equal(found, expected)

@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from tests import trees
@@ -42,10 +43,10 @@ def test_any_optimizer():
 
 
 def test_a_matrix_of_another_label():
-    """Only what the pieces orthogonalize is labelled "muon"."""
+    """Only what is orthogonalized is labelled "muon"."""
     params = {"attn": A["a"], "mlp": A["a"]}
     matrices = jm.find_matrices(params, rules={"*": "muon"})
-    muon = jm.orthogonalize(jm.PolarExpress(), matrices=matrices)
+    muon = jm.as_matrices(jm.orthogonalize(jm.PolarExpress()), matrices)
     labels = {"attn": "rest", "mlp": "mlp"}
     tx = optax.multi_transform({"mlp": muon, "rest": optax.adamw(1e-3)}, labels)
     found = {x.parameter.path: x for x in jm.describe(tx, params).parameters}
@@ -114,3 +115,17 @@ def test_bytes_on_a_device():
     tx = jm.on_mesh(tx, at(mesh_of(2, 4), P("fsdp")), divide=("data", "fsdp"))
     sent = jm.describe(tx, params).sent_bytes["gathers"]
     assert sent == size * 3 // 4 + size // 4 // 2
+
+
+def test_leaves_that_are_gathered_are_named():
+    """The 64 of heads (12, 64) is not the first of the axes that become one."""
+    rules = {"*/q": MuonDimensionNumbers(0, (1, 2)), "up": "muon"}
+    params = {
+        name: {"q": jax.ShapeDtypeStruct((96, 12, 64), "float32")} for name in "ab"
+    }
+    params["up"] = jax.ShapeDtypeStruct((96, 64), "float32")
+    specs = {"a": {"q": P(None, None, "data")}, "b": {"q": P("data")}, "up": P("data")}
+    tx = jm.on_mesh(RECIPES["nanochat"](matrices=rules), at(mesh_of(4), specs))
+    found = jm.describe(tx, params)
+    assert [x.gathered for x in found.parameters] == [True, False, False]
+    assert "becomes one with others: a/q; use jax_muon.fsdp" in str(found)

@@ -45,7 +45,7 @@ def spacing(x, dtype):
 @NARROW
 def test_what_is_stored_is_a_neighbour_and_right_on_average(rng, dtype):
     """With one gradient again and again, after one of another direction."""
-    tx = jm.nesterov(0.9, mu_dtype=dtype)
+    tx = jm.scale_by_momentum(0.9, mu_dtype=dtype)
     first, g = rng.standard_normal((2, 6, 50)) * np.logspace(-3, 3, 6)[:, None]
     params = {"w": jnp.asarray(g, jnp.float32)}
     update, errors = jax.jit(tx.update), []
@@ -74,7 +74,7 @@ def test_zeros_extremes_and_nan(dtype):
 
     Also that of GPUs, whose last bits are ones.
     """
-    tx = jm.nesterov(0.0, mu_dtype=dtype)
+    tx = jm.scale_by_momentum(0.0, mu_dtype=dtype)
     ones = jax.lax.bitcast_convert_type(jnp.uint32(0x7FFFFFFF), jnp.float32)
     rows = jnp.array([[0.0, 0.0], [1e30, -3e29], [1e-30, 1e-31], [jnp.inf, jnp.nan]])
     params = {

@@ -18,13 +18,14 @@ import jax_muon as jm
 from jax_muon.matrices.joins import map_stacks
 from jax_muon.transforms.scaling import ADJUST_LR
 from tests import trees
-from tests.matrices import reader
+from tests.matrices import STACKS, reader
 from tests.recipes import RECIPES
 
-# Wide, a stack of tall ones, and a convolution (kh, kw, in, out).
+# Wide, a stack of tall ones, and stacks of stacks.
 SHAPES = {"a": (6, 9), "b": {"e": (2, 9, 6)}, "f": (3, 2, 4, 5)}
-WINDOW, STACK = MuonDimensionNumbers((0, 1, 2), 3), MuonDimensionNumbers(-2, -1)
-MATRICES = jm.find_matrices(trees.normal(SHAPES), rules={"f": WINDOW, "*": STACK})
+
+WINDOW = MuonDimensionNumbers((0, 1, 2), 3)
+WINDOWS = jm.find_matrices(trees.normal(SHAPES), rules={"f": WINDOW, "*": STACKS})
 
 OF_MATRICES = {
     "orthogonalize": jm.orthogonalize,
@@ -36,8 +37,10 @@ OF_MATRICES = {
     "hyperball": functools.partial(jm.hyperball, optax.linear_schedule(0.5, 0.1, 3)),
 }
 PIECES = {
-    **{k: functools.partial(x, matrices=MATRICES) for k, x in OF_MATRICES.items()},
-    "nesterov": functools.partial(jm.nesterov, optax.linear_schedule(0.5, 0.9, 3)),
+    **OF_MATRICES,
+    "scale_by_momentum": functools.partial(
+        jm.scale_by_momentum, optax.linear_schedule(0.5, 0.9, 3)
+    ),
     "add_cautious_decayed_weights": functools.partial(
         jm.add_cautious_decayed_weights, 0.1
     ),
@@ -50,45 +53,32 @@ every_piece = pytest.mark.parametrize("factory", PIECES.values(), ids=PIECES)
 
 def test_nesterov_of_one_gradient_stays_there():
     """mu M + (1 - mu) G would end 2e-7 away: in float32 the weights are not quite 1."""
-    g, tx = jnp.linspace(-1, 1, 50), jm.nesterov(0.95)
+    g, tx = jnp.linspace(-1, 1, 50), jm.scale_by_momentum(0.95)
     updates, state = tx.update(g, tx.init(g)._replace(mu=g))
     chex.assert_trees_all_equal((updates, state.mu), (g, g))
-    tx = jm.nesterov(0.95, nesterov=False, bias_correction=True)
+    tx = jm.scale_by_momentum(0.95, nesterov=False, bias_correction=True)
     for updates in trees.run(tx, g, [g, g])[0]:
         np.testing.assert_allclose(updates, g, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", OF_MATRICES)
 def test_matrices_of_an_array_are_scaled_apart(name):
-    """By what each does to single ones, which recipes show in tests/test_recipes.py.
-
-    Two matrices (6, 9) and two (9, 6) in arrays whose axes have any order.
-    """
-    rules = {"wide": MuonDimensionNumbers((3, 0), 2)}
-    rules |= {"tall": MuonDimensionNumbers(1, (2, 0))}
-    shapes = {"wide": (3, 2, 9, 2), "tall": (3, 9, 2, 2)}
+    """By what each does to single ones, which recipes show in tests/test_recipes.py."""
+    shapes = {"wide": (2, 6, 9), "tall": (1, 2, 9, 6)}
     params, grads = (trees.normal(shapes, seed) for seed in (0, 1))
-    matrices = jm.find_matrices(params, rules=rules)
 
     def singles(tree):
-        views = {path: matrices.axes(path).view(x) for path, x in tree.items()}
-        return {f"{path}/{i}": views[path][i] for path in views for i in range(2)}
+        stacks = {path: x.reshape(2, *x.shape[-2:]) for path, x in tree.items()}
+        return {f"{path}/{i}": stacks[path][i] for path in stacks for i in range(2)}
 
-    (found,), *_ = trees.run(OF_MATRICES[name](matrices=matrices), params, [grads])
+    (found,), *_ = trees.run(OF_MATRICES[name](), params, [grads])
     (apart,), *_ = trees.run(OF_MATRICES[name](), singles(params), [singles(grads)])
     chex.assert_trees_all_close(singles(found), apart, rtol=1e-5, atol=1e-6)
 
 
-SMALL_STATES = (
-    jm.scale_by_normuon(),
-    jm.nesterov(mu_dtype="int8"),
-    jm.hyperball(0.1),
-)
-
-
-@pytest.mark.parametrize("tx", SMALL_STATES, ids=["normuon", "int8", "hyperball"])
-def test_small_states_leave_boxes(tx):
-    """The axis names of a box would shard the axes of length one of the state."""
+def test_scales_of_rows_leave_boxes():
+    """The axis names of a box would shard the axis of length one of the scale."""
+    tx = jm.scale_by_momentum(mu_dtype="int8")
     plain = trees.normal({"w": (6, 9)})
     boxed = {"w": nn.Partitioned(plain["w"], names=("x", None))}
     (expected,), _, expected_state = trees.run(tx, plain, [plain])
@@ -181,7 +171,7 @@ def test_a_mask_may_be_a_function_of_the_parameters(make):
     assert (ends[0]["b"] != ends[2]["b"]).all() and (ends[0]["w"] == ends[2]["w"]).all()
 
 
-SEEING = ("nesterov", "add_cautious_decayed_weights")
+SEEING = ("scale_by_momentum", "add_cautious_decayed_weights")
 SEEING = {name: PIECES[name]() for name in SEEING} | {"hyperball": jm.hyperball(0.1)}
 
 
@@ -193,7 +183,7 @@ def test_pieces_that_see_the_parameters_are_as_wide_as_they(name):
     wide, _ = tx.update({**narrow, "w": jnp.ones((2, 3))}, tx.init(params), params)
     chex.assert_trees_all_equal(updates, wide)
     assert updates["w"].dtype == jnp.float32
-    if name == "nesterov":  # which need not see them
+    if name == "scale_by_momentum":  # which need not see them
         updates, state = tx.update(narrow, tx.init(params))
         assert (updates["w"].dtype, state.mu["w"].dtype) == ("bfloat16", "float32")
 
@@ -205,7 +195,7 @@ def test_matrices_of_stacks_and_windows_come_back_as_they_were():
     axes = jm.find_matrices({"w": jnp.asarray(x, "float32")}, rules=rules).axes("w")
     view = axes.view(x)
     np.testing.assert_array_equal(view, np.einsum("abcd->bdac", x).reshape(3, 10, 4))
-    np.testing.assert_array_equal(axes.undo(view, x.shape), x)
+    np.testing.assert_array_equal(axes.undo(view, x), x)
 
 
 def test_single_matrices_of_a_shape_share_a_stack():
@@ -259,8 +249,8 @@ def test_empty_trees_and_none_leaves(factory):
 
 @pytest.mark.parametrize("factory", OF_MATRICES.values(), ids=OF_MATRICES)
 def test_not_one_matrix_is_an_error_that_says_what_to_pass(factory):
-    for leaf in (jnp.zeros(3), jnp.zeros((2, 2), int), jnp.zeros((2, 3, 4))):
-        expected = r"'block/w' .* expected matrices=jax_muon\.find"
+    for leaf in (jnp.zeros(3), jnp.zeros((2, 2), int), jnp.zeros((2, 0))):
+        expected = r"'block/w' .* use the piece within jax_muon\.as_matrices"
         with pytest.raises(ValueError, match=expected):
             factory().init({"block": {"w": leaf}})
 
@@ -270,9 +260,10 @@ STRICT = {
     "a recipe": lambda: RECIPES["nanochat"](
         learning_rate=lambda count: 0.1 / (1 + count.astype("float32")),
         adamw=optax.sgd(1.0),
-        matrices=MATRICES,
+        matrices=jm.find_matrices(trees.normal(SHAPES), rules=STACKS),
     ),
-    "bias_correction": lambda: jm.nesterov(bias_correction=True),
+    "as_matrices": lambda: jm.as_matrices(jm.scale_by_normuon(), WINDOWS),
+    "bias_correction": lambda: jm.scale_by_momentum(bias_correction=True),
     "skip_nonfinite": lambda: jm.skip_nonfinite(PIECES["scale_by_shape"]()),
     "splits": lambda: jm.with_splits(optax.sgd(0.1), {"a": jm.Split(("q", "k", "v"))}),
 }

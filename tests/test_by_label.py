@@ -1,4 +1,4 @@
-"""Labels: from functions, in `optax.multi_transform`, and for masks of weight decay."""
+"""Labels: in `optax.multi_transform`, from functions, and for masks of weight decay."""
 
 import functools
 
@@ -12,6 +12,8 @@ from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 import jax_muon.types
+from examples import nanochat_schedules
+from jax_muon.recipes import VERSIONS
 from tests import trees
 from tests.matrices import reader
 from tests.recipes import ON_SPHERES, RECIPES
@@ -26,39 +28,35 @@ def steps(tx):
     return trees.run(tx, start, grads)[1]
 
 
+POLAR = jm.NewtonSchulz(dtype="float32")
+
+
 def chain(matrices):
-    return optax.chain(
-        jm.nesterov(0.95),
-        jm.orthogonalize(jm.NewtonSchulz(dtype="float32"), matrices=matrices),
-        jm.scale_by_shape("original", matrices=matrices),
+    """That of `jax_muon.muon` without decay."""
+    on_matrices = optax.chain(
+        jm.orthogonalize(POLAR),
+        jm.scale_by_shape("original"),
         optax.scale_by_learning_rate(0.02),
+    )
+    return optax.chain(
+        jm.scale_by_momentum(0.95), jm.as_matrices(on_matrices, matrices)
     )
 
 
-def of_a_part(part):
-    """A function of what a piece sees, with MaskedNodes for all others."""
-    return jm.find_matrices(part, rules={"*": "muon"})
-
-
-# --- pieces in optax.multi_transform --------------------------------------------------
+# --- a chain in optax.multi_transform -------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["the whole reading", "a function of the part"])
-def test_pieces_in_multi_transform(by):
-    """The same as in `partition`, bit for bit."""
-    whole = jm.find_matrices(trees.normal(SHAPES), rules=RULES)
-    matrices = whole if by == "the whole reading" else of_a_part
+@pytest.mark.parametrize("splits", [None, {"up/kernel": jm.Split(("a", "b"))}])
+def test_a_chain_in_multi_transform(by, splits):
+    """The same as the recipe, bit for bit."""
+    params = trees.normal(SHAPES)
+    whole = jm.find_matrices(params, rules=RULES, splits=splits)
+    part = functools.partial(jm.find_matrices, rules={"*": "muon"}, splits=splits)
+    matrices = whole if by == "the whole reading" else part
     tx = optax.multi_transform({"muon": chain(matrices), "adamw": ADAMW}, whole.labels)
-    expected = jm.partition({"muon": chain, "adamw": ADAMW}, whole)
-    chex.assert_trees_all_equal(steps(tx), steps(expected))
-
-
-def test_a_reading_with_splits_needs_partition():
-    splits = {"up/kernel": jm.Split(("a", "b"))}
-    whole = jm.find_matrices(trees.normal(SHAPES), rules=RULES, splits=splits)
-    tx = optax.multi_transform({"muon": chain(whole), "adamw": ADAMW}, whole.labels)
-    with pytest.raises(ValueError, match=r"splits up/kernel.*jax_muon\.partition"):
-        tx.init(trees.normal(SHAPES))
+    recipe = jm.muon(0.02, adamw=ADAMW, polar=POLAR, matrices=whole)
+    chex.assert_trees_all_equal(steps(tx), steps(recipe))
 
 
 # --- what matrices= takes -------------------------------------------------------------
@@ -164,10 +162,10 @@ def test_schedules_are_those_of_nanochats_trainer(steps):
     }
     momentum["2026-03"], decay["2026-03"] = momentum["2026-07"], decay["2026-07"]
     t = jnp.arange(steps)
-    for version in jm.schedules.VERSIONS:
+    for version in VERSIONS:
         for found, expected in (
-            (jm.nanochat_momentum(steps, version), momentum[version]),
-            (jm.nanochat_weight_decay(0.2, steps, version), decay[version]),
+            (nanochat_schedules.momentum(steps, version), momentum[version]),
+            (nanochat_schedules.weight_decay(0.2, steps, version), decay[version]),
         ):
             by_hand = [expected(int(i)) for i in t]
             np.testing.assert_allclose(jax.vmap(found)(t), by_hand, atol=1e-6)

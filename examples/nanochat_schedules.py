@@ -7,12 +7,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jax_muon.base import checks
-
-VERSIONS = ("2026-01", "2026-03", "2026-07")  # of `jax_muon.nanochat`
+from jax_muon.recipes import VERSIONS
 
 
-def nanochat_momentum(num_steps: int, version: str = "2026-01") -> optax.Schedule:
+def momentum(num_steps: int, version: str = "2026-01") -> optax.Schedule:
     """The momentum of nanochat's matrices, as a function of the step.
 
     "2026-01" rises linearly from 0.85 to 0.95 in 300 steps. "2026-03" and "2026-07",
@@ -20,16 +18,10 @@ def nanochat_momentum(num_steps: int, version: str = "2026-01") -> optax.Schedul
     linearly to 0.90 over the last 65 % of the run, as its learning rate does.
 
     Args:
-      num_steps: length of the run.
-      version: as of `jax_muon.nanochat`.
-
-    Examples:
-      >>> momentum = jm.nanochat_momentum(2000, "2026-07")
-      >>> [round(float(momentum(step)), 3) for step in (0, 200, 500, 1350, 2000)]
-      [0.85, 0.91, 0.97, 0.935, 0.9]
+        num_steps: length of the run.
+        version: as of `jax_muon.nanochat`.
     """
-    checks.check_count("num_steps", num_steps)
-    checks.check_choice("version", version, VERSIONS)
+    _check(version)
     if version == "2026-01":
         return optax.linear_schedule(0.85, 0.95, 300)
     warmup, warmdown = 400, round(0.65 * num_steps)
@@ -42,7 +34,7 @@ def nanochat_momentum(num_steps: int, version: str = "2026-01") -> optax.Schedul
     return schedule
 
 
-def nanochat_weight_decay(
+def weight_decay(
     init_value: float, num_steps: int, version: str = "2026-01"
 ) -> optax.Schedule:
     """The weight decay of nanochat's matrices, which falls to zero.
@@ -50,19 +42,17 @@ def nanochat_weight_decay(
     Linearly in "2026-01", and by half a cosine in "2026-03" and "2026-07".
 
     Args:
-      init_value: of the first step. nanochat scales its option, 0.2 and later 0.28, by
-        the depth or the number of tokens; pass what results.
-      num_steps: length of the run.
-      version: as of `jax_muon.nanochat`.
-
-    Examples:
-      >>> decay = jm.nanochat_weight_decay(0.2, 1000, "2026-07")
-      >>> [round(float(decay(step)), 3) for step in (0, 500, 1000)]
-      [0.2, 0.1, 0.0]
+        init_value: of the first step. nanochat scales its option, 0.2 and later 0.28,
+            by the depth or the number of tokens; pass what results.
+        num_steps: length of the run.
+        version: as of `jax_muon.nanochat`.
     """
-    init_value = checks.as_number("init_value", init_value, "of at least 0")
-    checks.check_count("num_steps", num_steps)
-    checks.check_choice("version", version, VERSIONS)
+    _check(version)
     if version == "2026-01":
         return optax.linear_schedule(init_value, 0.0, num_steps)
     return optax.cosine_decay_schedule(init_value, num_steps)
+
+
+def _check(version: str) -> None:
+    if version not in VERSIONS:
+        raise ValueError(f"version={version!r}; expected one of {', '.join(VERSIONS)}")
