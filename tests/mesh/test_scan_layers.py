@@ -200,7 +200,9 @@ def optimizers(matrices, params):
     labels = matrices.labels(params)
     of_muon = jax.tree.map(lambda label: label == "muon", labels)
     return {
-        "recipe": jm.muon(0.02, adamw=optax.adamw(1e-3), matrices=matrices),
+        "recipe": jm.muon(
+            0.02, adamw=optax.adamw(1e-3), matrices=matrices, polar=jm.ExactPolar()
+        ),
         "multi_transform": optax.multi_transform(
             {"muon": muon, "adamw": optax.adamw(1e-3)}, labels
         ),
