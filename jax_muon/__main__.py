@@ -19,7 +19,7 @@ SHAPES = {
     "mlp/up": jax.ShapeDtypeStruct((256, 512), "float32"),
     "norm": jax.ShapeDtypeStruct((256,), "float32"),
 }
-MATRICES = {"embed": "adamw", "*": "muon"}
+MATRICES = {"embed": "adamw", "attn": "muon", "mlp": "muon"}
 
 
 def main() -> int:

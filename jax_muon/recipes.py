@@ -69,7 +69,7 @@ def nanochat(
         docs/rates.md.
       matrices: which parameters are matrices: what
         `jax_muon.find_matrices(params, loss_fn, batch)` returns; its `rules`, such as
-        {"embed": "adamw", "*": "muon"}; or a function of the parameters' shapes that
+        {"embed": "adamw", "mlp*": "muon"}; or a function of the parameters' shapes that
         returns one of these.
       adamw: the optimizer of all other parameters, any optax transform: the one that
         trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
@@ -167,7 +167,7 @@ def normuon(
         `optax.adamw(lr)` is tuned for a model, start with lr**0.5 / 8.
       matrices: which parameters are matrices: what
         `jax_muon.find_matrices(params, loss_fn, batch)` returns; its `rules`, such as
-        {"embed": "adamw", "*": "muon"}; or a function of the parameters' shapes that
+        {"embed": "adamw", "mlp*": "muon"}; or a function of the parameters' shapes that
         returns one of these.
       adamw: the optimizer of all other parameters, any optax transform: the one that
         trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
@@ -256,7 +256,7 @@ def muon(
         docs/rates.md.
       matrices: which parameters are matrices: what
         `jax_muon.find_matrices(params, loss_fn, batch)` returns; its `rules`, such as
-        {"embed": "adamw", "*": "muon"}; or a function of the parameters' shapes that
+        {"embed": "adamw", "mlp*": "muon"}; or a function of the parameters' shapes that
         returns one of these.
       adamw: the optimizer of all other parameters, any optax transform: the one that
         trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
@@ -339,7 +339,7 @@ def moonlight(
         `optax.adamw(lr)` is tuned for a model, start with lr**0.5 / 8.
       matrices: which parameters are matrices: what
         `jax_muon.find_matrices(params, loss_fn, batch)` returns; its `rules`, such as
-        {"embed": "adamw", "*": "muon"}; or a function of the parameters' shapes that
+        {"embed": "adamw", "mlp*": "muon"}; or a function of the parameters' shapes that
         returns one of these.
       adamw: the optimizer of all other parameters, any optax transform: the one that
         trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or
@@ -410,7 +410,7 @@ def teon(
       learning_rate: :math:`\eta` of the matrices, a number or a schedule.
       matrices: which parameters are matrices: what
         `jax_muon.find_matrices(params, loss_fn, batch)` returns; its `rules`, such as
-        {"embed": "adamw", "*": "muon"}; or a function of the parameters' shapes that
+        {"embed": "adamw", "mlp*": "muon"}; or a function of the parameters' shapes that
         returns one of these. Without `joins`, queries, keys and values are joined two
         by two; if no two layers have them, init raises an error.
       adamw: the optimizer of all other parameters, any optax transform: the one that
@@ -439,7 +439,7 @@ def teon(
     Examples:
       >>> params = {"layers": [{"q": jnp.eye(4), "out": jnp.eye(4)}] * 2}
       >>> joins = {"layers/{i}/q": 2}
-      >>> matrices = jm.find_matrices(params, rules={"*": "muon"}, joins=joins)
+      >>> matrices = jm.find_matrices(params, rules={"layers": "muon"}, joins=joins)
       >>> tx = jm.teon(1.0, matrices=matrices, polar=jm.ExactPolar())
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> [round(float(x[0, 0]), 3) for x in updates["layers"][0].values()]
@@ -484,7 +484,7 @@ def muonh(
         of learning rate times weight decay of `muon`. A number or a schedule.
       matrices: which parameters are matrices: what
         `jax_muon.find_matrices(params, loss_fn, batch)` returns; its `rules`, such as
-        {"embed": "adamw", "*": "muon"}; or a function of the parameters' shapes that
+        {"embed": "adamw", "mlp*": "muon"}; or a function of the parameters' shapes that
         returns one of these.
       adamw: the optimizer of all other parameters, any optax transform: the one that
         trains your model now, or `jax_muon.adamw(3e-3)`. None if all are matrices, or

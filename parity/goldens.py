@@ -43,7 +43,7 @@ def passes(path: Path) -> bool:
     given = start, grads, rates, getattr(torch, dtype), meta["muon"], joint, rest, adamw
     ends = [problems.trajectory(recipe, *given, **x)[-1] for x in (steps, slower)]
     first, last, *kernels = (problems.to_jax(x, rest) for x in (start, end, *grads))
-    rules = dict.fromkeys(rest, "adamw") | {"*": "muon"}
+    rules = dict.fromkeys(first, "muon") | dict.fromkeys(rest, "adamw")
     read = jm.find_matrices(first, rules=rules, joins=joins)
     tx = recipe.ours(rates, dtype, adamw, matrices=read, ns_steps=meta["ns_steps"])
     ours = compare.distance(compare.stepper(tx)(first, kernels)[-1], last, first)

@@ -216,7 +216,8 @@ _RULES: dict[str, Any] = dict.fromkeys(ADAMW_NAMES, "adamw") | {
 def read(params: Any, **settings: Any) -> jm.Matrices:
     """How parameters of this file, which may lack some, are read."""
     rules = {name: rule for name, rule in _RULES.items() if name in params}
-    return jm.find_matrices(params, rules=rules | {"*": "muon"}, **settings)
+    labels = dict.fromkeys(params, "muon")  # by full paths: rows and columns too
+    return jm.find_matrices(params, rules=labels | rules, **settings)
 
 
 ADAMW = {"betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}

@@ -19,7 +19,7 @@ from tests.matrices import reader
 from tests.recipes import ON_SPHERES, RECIPES
 
 SHAPES = {"wte": (16, 6), "up": {"kernel": (6, 24), "bias": (24,)}, "down": (24, 6)}
-RULES = {"wte": "adamw", "*": "muon"}
+RULES = {"wte": "adamw", "?*": "muon"}
 ADAMW = jm.adamw(1e-2)
 
 
@@ -52,7 +52,7 @@ def test_a_chain_in_multi_transform(by, splits):
     """The same as the recipe, bit for bit."""
     params = trees.normal(SHAPES)
     whole = jm.find_matrices(params, rules=RULES, splits=splits)
-    part = functools.partial(jm.find_matrices, rules={"*": "muon"}, splits=splits)
+    part = functools.partial(jm.find_matrices, rules={"?*": "muon"}, splits=splits)
     matrices = whole if by == "the whole reading" else part
     tx = optax.multi_transform({"muon": chain(matrices), "adamw": ADAMW}, whole.labels)
     recipe = jm.muon(0.02, adamw=ADAMW, polar=POLAR, matrices=whole)

@@ -223,7 +223,7 @@ def test_help(name):
 def test_first_steps_of_lora(recipe, expected):
     """Root mean squares of both factors, as docs/parameters.md states them."""
     params = trees.normal({"lora_a": (64, 4), "lora_b": (4, 96)})
-    matrices = {"*": "muon"}
+    matrices = {"?*": "muon"}
     tx = recipe(1.0, matrices=matrices, weight_decay=0.0, polar=jm.ExactPolar())
     updates, _ = tx.update(params, tx.init(params), params)
     found = [float(jnp.sqrt(jnp.mean(updates[name] ** 2))) for name in params]

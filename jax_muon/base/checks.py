@@ -5,6 +5,7 @@ ValueErrors name the argument, its value and the values that would do.
 """
 
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from types import UnionType
@@ -33,7 +34,8 @@ _HOLDS: dict[str, Callable[[float], bool]] = {
 
 def refuse(name: str, value: object, expected: str) -> NoReturn:
     """Raise a ValueError, such as `ns_steps=0; expected a Python integer of ...`."""
-    text = repr(value)
+    # Of <function chain.<locals>.init_fn at 0x7f0> only the name.
+    text = re.sub(r"<function (?:\S+\.)?(\S+) at 0x\w+>", r"\1", repr(value))
     text = text if len(text) <= 300 else f"{text[:300]}..."
     raise ValueError(f"{name}={text}; expected {expected}")
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, PyTree
 from jax_muon.base import checks, facts, trees
 from jax_muon.matrices.find import Reading, check_reading, resolve
 from jax_muon.matrices.matrices import Parameter
+from jax_muon.matrices.rules import warn_of_labels
 from jax_muon.matrices.splits import Parts, Splits, View, check_splits, cut, read_parts
 
 Undo = Callable[[Parts], Array]
@@ -45,13 +46,15 @@ def as_matrices(
       tx: a transform of arrays (..., in, out), such as a chain of pieces.
       matrices: which axes are batch, in and out: what
         `jax_muon.find_matrices(params, loss_fn, batch)` returns, of these parameters or
-        of more; labels of these parameters, such as {"*": "muon"}; or a function of
+        of more; labels of these parameters, such as {"up": "muon"}; or a function of
         their shapes that returns one of these.
 
     Raises:
       ValueError: at init and update, with path and shape, a parameter that is no matrix
         or was read with another shape; gradients or state of other shapes.
       KeyError: a parameter that was not read.
+      UserWarning: at init, matrices that only the label "muon" under "*" describes, or
+        that labels describe in an `equinox.Module`.
 
     Examples:
       >>> params = {"up": jnp.ones((4, 8)), "bias": jnp.ones(8)}
@@ -79,7 +82,15 @@ def as_matrices(
             return read.view
         return functools.partial(cut, parts.view, tuple(read.splits.items()))
 
-    return _viewed("tx", tx, view_of)
+    viewed = _viewed("tx", tx, view_of)
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        state, read = viewed.init(params), resolve(matrices, params)
+        paths = [path for path, _ in trees.leaves_with_paths(params)]
+        warn_of_labels([read[path] for path in paths], params)
+        return state
+
+    return optax.GradientTransformationExtraArgs(init_fn, viewed.update)
 
 
 def with_splits(

@@ -28,7 +28,7 @@ from jax_muon.matrices.matrices import (
     list_doubts,
     not_a_matrix,
 )
-from jax_muon.matrices.rules import BY_RULES, Rules, apply_rules
+from jax_muon.matrices.rules import BY_RULES, ONE_ROW, Rules, apply_rules
 from jax_muon.matrices.splits import Splits
 
 # How parameters are read: a value, which is a `Matrices`, or rules that make one; or a
@@ -216,6 +216,10 @@ def _by_function(
     elif trained(params) is params:  # an Equinox module also has leaves of other types
         params = checks.as_arrays("params", params)
     leaves, treedef = jax.tree.flatten(args)
+    for keys, x in jax.tree_util.tree_leaves_with_path(args):
+        if isinstance(x, str | bytes):
+            name = f"argument {keys[0].idx}{jax.tree_util.keystr(keys[1:])}"
+            checks.refuse(name, x, "an array; close over what is none")
     arrays = [x for x in leaves if not callable(x)]
 
     @functools.wraps(function)  # errors name it
@@ -242,11 +246,13 @@ def _unread(path: str, leaf: jax.ShapeDtypeStruct) -> Parameter:
     """A parameter that no function uses: only a rule can make a matrix of it.
 
     norm/scale (64, 8) is a vector by its name; (64,), and (64, 8) in int32, cannot be
-    matrices; up (64, 8) is in doubt until a rule names it.
+    matrices; cls (1, 8) is one row; up (64, 8) is in doubt until a rule names it.
     """
     is_vector = trees.slashed(path).rpartition("/")[2] in ("bias", "scale")
     if is_vector or not_a_matrix(leaf.shape, leaf.dtype):
         label, role, reason, doubt = ADAMW, "vector", "a vector", None
+    elif len(leaf.shape) == 2 and 1 in leaf.shape:
+        label, role, reason, doubt = ADAMW, "vector", ONE_ROW, None
     else:
         label, role, reason, doubt = MUON, "-", "", "nothing says how it is used"
     return Parameter(path, leaf.shape, leaf.dtype, label, role, reason, None, doubt)

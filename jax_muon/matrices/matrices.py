@@ -200,6 +200,13 @@ class Join:
     paths: tuple[str, ...]
 
 
+class Unread(KeyError):
+    """A parameter that was not read. A plain KeyError would show its text in quotes."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 @dataclasses.dataclass(frozen=True)
 class Matrices(Mapping[str, Parameter]):
     """What `find_matrices` returns: parameters by path, with splits and joins.
@@ -221,7 +228,7 @@ class Matrices(Mapping[str, Parameter]):
         if path not in self.parameters:
             names = ", ".join(self.parameters)
             vector = "" if path else ", not a flat vector: unflatten it first"
-            raise KeyError(
+            raise Unread(
                 f"parameter {path!r} was not read, only {names}; expected the tree "
                 f"that `matrices` was read from{vector}"
             )

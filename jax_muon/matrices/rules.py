@@ -1,13 +1,16 @@
 """The user's rules: labels and dimension numbers, by path patterns or in a tree."""
 
-from collections.abc import Container, Mapping, Sequence
+import sys
+import warnings
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+import jax
 from jaxtyping import PyTree
 from optax.contrib import MuonDimensionNumbers
 
-from jax_muon.base import trees
+from jax_muon.base import checks, trees
 from jax_muon.matrices.matrices import ADAMW, MUON, Parameter, leaf_axes, not_a_matrix
 
 # One rule: a label, or which axes are in and out. None means "adamw", as in optax.
@@ -16,6 +19,9 @@ Rule: TypeAlias = str | MuonDimensionNumbers | None
 Rules: TypeAlias = Mapping[str, Rule] | PyTree[Rule]
 
 BY_RULES = "by your rules"  # the reason for a label
+_IN_OUT = f"{BY_RULES}: (in, out)"  # of two axes, by "muon"
+_BY_STAR = f"{_IN_OUT}, only by '*'"  # which says nothing of this parameter
+ONE_ROW = "one row or column"
 _OPEN = "nothing shows which of its axes are batch, in and out"
 
 
@@ -29,6 +35,7 @@ def apply_rules(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Para
     by_path = {parameter.path: parameter for parameter in parameters}
     values, is_tree = _by_place(rules)
     ruled: dict[str, Parameter] = {}
+    by_pattern: list[Parameter] = []  # matrices (in, out) by less than their full path
     matched: dict[str, list[str]] = {where: [] for where in values}
     # Which rules decide for the parameters that one matches: it, or others before it.
     deciding: dict[str, set[str]] = {where: set() for where in values}
@@ -42,11 +49,17 @@ def apply_rules(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Para
             matched[where].append(path)
         applying = _applying(parameter, {x: values[x] for x in matching})
         ruled[path] = _ruled(parameter, applying)
+        is_in_out = ruled[path].reason.startswith(_IN_OUT)
+        if is_in_out and ruled[path].label == MUON and path not in applying:
+            by_pattern.append(ruled[path])
         for kind in _labels_and_numbers(applying):
             for where in kind:
                 deciding[where].add(kind[0])
     for where, value in values.items():
         paths = ", ".join(map(_shown, matched[where]))
+        if not matched[where] and isinstance(rules, list | tuple):
+            expected = f"patterns with labels, such as {{'embed': {ADAMW!r}}}"
+            checks.refuse("rules", rules, expected)
         if by_path and not matched[where] and not (is_tree and value is None):
             raise ValueError(
                 f"rules: {where!r} matches no parameter; expected a path or a pattern "
@@ -69,7 +82,75 @@ def apply_rules(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Para
                 f"label {ADAMW!r}: {paths}; expected the whole path of a parameter, or "
                 "a pattern of matrices, before rules with other labels"
             )
+    _check_stacked_vectors(by_pattern, ruled.values())
     return ruled
+
+
+def _check_stacked_vectors(
+    by_pattern: Sequence[Parameter], parameters: Collection[Parameter]
+) -> None:
+    """Refuse (4, 16) as a matrix beside (4, 16, 64), whose 4 is a batch.
+
+    Norm gains and biases of stacked layers or experts look like this. They count as
+    beside if they share a module with the stack, or the stack is in no module.
+    """
+    modules = [x.path.split("/")[:-1] for x in parameters]
+    # {"params": {...}}: a module of all parameters says nothing.
+    common = modules[0] if modules else []
+    while any(x[: len(common)] != common for x in modules):
+        common = common[:-1]
+    depth = len(common)
+    batches: dict[str, set[int]] = {}  # sizes, by the outermost module of the stack
+    for x in parameters:
+        if x.axes is not None and x.label != ADAMW:
+            outer, *_ = [*x.path.split("/")[depth:-1], ""]
+            batches.setdefault(outer, set()).update(x.shape[i] for i in x.axes.batch)
+    stacked = []
+    for x in by_pattern:
+        outer, *_ = [*x.path.split("/")[depth:-1], ""]
+        if {*x.shape} & (batches.get(outer, set()) | batches.get("", set())):
+            stacked.append(x)
+    if stacked:
+        lines = [f"    {x.path!r}: '{ADAMW} or {MUON}',  # {x.shape}" for x in stacked]
+        raise ValueError(
+            f"{len(stacked)} parameters of two axes may be vectors of stacked layers "
+            "or experts, since one axis has the size of a batch axis of the dimension "
+            "numbers beside them; use one of two rules for each, before the pattern "
+            "that made it a matrix: {\n" + "\n".join(lines) + "\n}"
+        )
+
+
+def warn_of_labels(parameters: Collection[Parameter], tree: PyTree) -> None:
+    """Warn of matrices that nothing but a label describes; for `init`.
+
+    Of (8, 64) that only "*" made a matrix, which learned positions may be, and of an
+    `equinox.Module`, whose weights are (out, in).
+    """
+    labelled = [x for x in parameters if x.reason.startswith(_IN_OUT)]
+    labelled = [x for x in labelled if x.label == MUON]
+    if paths := ", ".join(x.path for x in labelled if x.reason == _BY_STAR):
+        warnings.warn(
+            f"only the pattern '*' makes matrices (in, out) of {paths}. Positions, "
+            "embeddings and heads may be among them: "
+            "jax_muon.find_matrices(params, loss_fn, batch) shows which; or use "
+            f"narrower patterns, such as 'layers/*/kernel': {MUON!r}, or full paths",
+            stacklevel=3,
+        )
+    equinox = sys.modules.get("equinox")
+    if labelled and equinox and _has(equinox.Module, tree):
+        warnings.warn(
+            f"the label {MUON!r} means (in, out), and the layers of an equinox.Module "
+            f"have weights (out, in): {', '.join(x.path for x in labelled)}; use "
+            "jax_muon.find_matrices(model, loss_fn, batch), which reads the loss, or "
+            "optax.contrib.MuonDimensionNumbers(1, 0) under their full paths",
+            stacklevel=3,
+        )
+
+
+def _has(kind: type, tree: PyTree) -> bool:
+    """True if a node of a tree has this type."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return any(isinstance(x, kind) for x in nodes)
 
 
 def _shown(path: str) -> str:
@@ -119,11 +200,17 @@ def _applying(parameter: Parameter, rules: dict[str, Rule]) -> dict[str, Rule]:
     """The rules without those that pass over a vector.
 
     "muon" and dimension numbers do, unless its whole path is given: {"*": "muon"} and
-    {"norm": "muon"} skip norm/scale, {"norm/scale": "muon"} does not.
+    {"norm": "muon"} skip norm/scale, {"norm/scale": "muon"} does not. Over one row or
+    column only "muon" passes.
     """
     path, problem = parameter.path, not_a_matrix(parameter.shape, parameter.dtype)
     if parameter.axes is None and (problem or parameter.role == "vector"):
-        passed = {x for x in rules if x != path and _means_matrices(rules[x])}
+        is_row = parameter.reason == ONE_ROW
+        passed = {
+            x
+            for x, value in rules.items()
+            if x != path and (value == MUON if is_row else _means_matrices(value))
+        }
         rules = {x: value for x, value in rules.items() if x not in passed}
     return rules
 
@@ -141,7 +228,8 @@ def _ruled(parameter: Parameter, rules: Mapping[str, Rule]) -> Parameter:
     labels, numbers = _labels_and_numbers(rules)
     spec = rules[numbers[0]] if numbers else None
     is_named = bool(numbers) and _names(numbers[0], path)
-    label = MUON if is_named else parameter.label
+    is_row = bool(numbers) and parameter.reason == ONE_ROW
+    label = MUON if is_named or is_row else parameter.label
     if labels:
         label = rules[labels[0]] or ADAMW
     if label == ADAMW and is_named:
@@ -162,7 +250,8 @@ def _ruled(parameter: Parameter, rules: Mapping[str, Rule]) -> Parameter:
         new = replace(new, doubt=_OPEN)
         if problem or len(shape) == 2:
             axes = leaf_axes(path, shape, dtype, MuonDimensionNumbers(0, 1))
-            new = replace(new, axes=axes, reason=f"{BY_RULES}: (in, out)")
+            reason = _BY_STAR if labels[0] in ("*", "") else _IN_OUT
+            new = replace(new, axes=axes, reason=reason)
     if new.axes is not None and new.axes != parameter.axes:
         role = "kernel" if new.role in ("-", "unknown") else new.role
         new = replace(new, role=role, doubt=None)

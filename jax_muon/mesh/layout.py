@@ -139,6 +139,8 @@ def fsdp(
       >>> shardings["up"].spec[0], shardings["scale"].is_fully_replicated
       ('data', True)
     """
+    if isinstance(params, Mesh):
+        raise ValueError("fsdp got a mesh first; use jm.fsdp(params, mesh, matrices)")
     names = checked_axes("axes", axes, mesh)
     params = checks.as_arrays("params", params)
     everywhere = NamedSharding(mesh, PartitionSpec())

@@ -75,7 +75,7 @@ def on_mesh(
     Examples:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> params = {"mlp": {"up": jnp.ones((64, 256))}}
-      >>> recipe = jm.nanochat(0.02, matrices={"*": "muon"})
+      >>> recipe = jm.nanochat(0.02, matrices={"mlp": "muon"})
       >>> tx = jm.on_mesh(recipe, mesh, divide="data")
       >>> state = jax.jit(tx.init)(params)
       >>> updates, state = jax.jit(tx.update)(params, state, params)

@@ -32,6 +32,7 @@ from jax_muon.base.array_types import setting
 from jax_muon.base.dtypes import is_key, wide
 from jax_muon.base.specs import dividing
 from jax_muon.mesh import xla_options
+from jax_muon.mesh.check_loss import check_loss
 from jax_muon.mesh.communicator import Communicator, Scans
 from jax_muon.mesh.layout import Placed
 from jax_muon.mesh.on_mesh import OnMesh, Updated, on_devices, with_shardings
@@ -89,7 +90,7 @@ def make_train_step(
       >>> def loss_fn(params, batch):
       ...     return jnp.mean((batch @ params["mlp"]) ** 2)
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
-      >>> recipe = jm.nanochat(0.02, matrices={"*": "muon"})
+      >>> recipe = jm.nanochat(0.02, matrices={"mlp": "muon"})
       >>> step = jm.make_train_step(loss_fn, jm.on_mesh(recipe, mesh, divide="data"))
       >>> params, state = step.init({"mlp": jnp.eye(64)})
       >>> batch = jnp.ones((jax.device_count(), 64))
@@ -180,6 +181,22 @@ class TrainStep:
         _check_alive(params, state)
         args = params, state, batch, *others
         return cast(Step, self._jit(*args)(*args))
+
+    def check_loss(
+        self, params: PyTree, batch: PyTree, *others: PyTree
+    ) -> tuple[str, ...]:
+        """What is wrong with the loss on these devices, in sentences; empty if nothing.
+
+        Call it once before a run: it compares the loss of a batch on the mesh with the
+        same loss on one device, which has to hold parameters and batch, and repeats
+        both with samples exchanged between devices. So it can say that samples interact
+        (negatives in the batch, BatchNorm without axis_name), that one random key
+        serves all samples, or else that the loss depends on the number of devices.
+        Values may differ by 1e-4, or by 1e-2 with 16-bit parameters or data.
+        """
+        mesh = self.tx.optimizer.layout.place(params).mesh
+        whole = jax.tree.map(jax.device_get, params)
+        return check_loss(self._loss, mesh, self._microbatches, whole, batch, others)
 
     def lower(
         self, params: PyTree, state: PyTree, batch: PyTree, *others: PyTree
@@ -488,15 +505,18 @@ class TrainStep:
 def _warn_of_keys(others: PyTree) -> None:
     """Warn of random keys that all devices get, each for samples of its own.
 
+    `jax.random.key(0)`, and `jax.random.PRNGKey(0)`, which is uint32 of shape (2,).
+
     A mask that is drawn from one key has other values on eight devices than on one:
     each device draws the mask of its samples, and all draw the same.
     """
     for path, x in jax.tree.leaves_with_path(others):
-        if is_key(getattr(x, "dtype", int)):
+        dtype = getattr(x, "dtype", int)
+        if is_key(dtype) or (dtype == jnp.uint32 and x.shape == (2,)):
             warnings.warn(
                 f"others{jax.tree_util.keystr(path)} is a random key, from which every "
-                "device draws the same numbers for its samples; expected one key per "
-                "sample in the batch: jax.random.split(key, samples)",
+                "device draws the same numbers for its samples; use one key per sample "
+                "in the batch: jax.random.split(key, samples)",
                 stacklevel=2,
             )
 

@@ -28,7 +28,7 @@ def on_auto_axes(
     Examples:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> adaptive = jm.on_auto_axes(optax.adaptive_grad_clip(0.1))
-      >>> muon = jm.nanochat(0.02, matrices={"*": "muon"})
+      >>> muon = jm.nanochat(0.02, matrices={"mlp": "muon"})
       >>> tx = jm.on_mesh(optax.chain(adaptive, muon), mesh, divide="data")
       >>> params = {"mlp": {"up": jnp.ones((64, 256))}}
       >>> updates, state = jax.jit(tx.update)(params, tx.init(params), params)

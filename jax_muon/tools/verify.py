@@ -91,7 +91,7 @@ def verify(tx: OnMesh, params: optax.Params, **extra_args: Any) -> Verification:
       >>> auto = (jax.sharding.AxisType.Auto,)
       >>> mesh = jax.make_mesh((1,), ("data",), auto)
       >>> shapes = {"mlp": jax.ShapeDtypeStruct((64, 256), "float32")}
-      >>> tx = jm.muon(0.02, dtype="float32", matrices={"*": "muon"})
+      >>> tx = jm.muon(0.02, dtype="float32", matrices={"mlp": "muon"})
       >>> tx = jm.on_mesh(tx, mesh, divide="data")
       >>> jm.verify(tx, shapes).ok
       True

@@ -108,7 +108,7 @@ OPTIMIZERS = {
         MuonHyperball,
         {"weight_decay": 0.0, "nesterov": True},
         jm.muonh(
-            LR, momentum=MOMENTUM, polar=our_polar(YOU, 5), matrices={"*": "muon"}
+            LR, momentum=MOMENTUM, polar=our_polar(YOU, 5), matrices={"?*": "muon"}
         ),
     ),
     "shape_scaling": (
@@ -126,7 +126,7 @@ OPTIMIZERS = {
         Muon,
         {"weight_decay": 0.1, "extra_scale_factor": 0.2, "nesterov": True},
         jm.moonlight(
-            LR, momentum=MOMENTUM, polar=our_polar(YOU, 5), matrices={"*": "muon"}
+            LR, momentum=MOMENTUM, polar=our_polar(YOU, 5), matrices={"?*": "muon"}
         ),
     ),
     "normuon": (
@@ -178,6 +178,6 @@ def test_zero_matrices():
     """It refuses one, ours moves it until it reaches its sphere."""
     with pytest.raises(ValueError, match="non-zero norm"):
         MuonHyperball([torch.nn.Parameter(torch.zeros(4, 6))])
-    tx, params = jm.muonh(0.5, matrices={"*": "muon"}), {"up": jnp.zeros((6, 4))}
+    tx, params = jm.muonh(0.5, matrices={"?*": "muon"}), {"up": jnp.zeros((6, 4))}
     updates, _ = tx.update({"up": jnp.ones((6, 4))}, tx.init(params), params)
     assert float(optax.tree.norm(updates)) == pytest.approx(0.5 * 4**0.5, rel=1e-2)

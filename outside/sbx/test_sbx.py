@@ -15,7 +15,7 @@ def make(learning_rate):
         learning_rate,
         adamw=optax.adam(learning_rate, eps=1e-5),
         dtype="float32",
-        matrices={"Dense_2": "adamw", "*": "muon"},
+        matrices={"Dense_2": "adamw", "?*": "muon"},
     )
 
 

@@ -37,7 +37,7 @@ def known(params, **settings):
 
 
 def injected(recipe=nanochat, **settings):
-    labels = {"wte": "adamw", "*": "muon"}
+    labels = {"wte": "adamw", "?*": "muon"}
     return optax.inject_hyperparams(recipe)(**{"matrices": labels} | settings)
 
 
@@ -63,7 +63,7 @@ def as_matrices(matrices, piece=None):
     return jm.as_matrices(piece or jm.orthogonalize(), matrices)
 
 
-MOUN, LABELS = {"w": "moun", "wte": "adamw"}, {"wte": "adamw", "*": "muon"}
+MOUN, LABELS = {"w": "moun", "wte": "adamw"}, {"wte": "adamw", "?*": "muon"}
 NORMUON = jm.scale_by_normuon()
 # The words of an error, and the wrong use that raises it: at once,
 WRONG = {

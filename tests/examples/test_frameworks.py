@@ -182,7 +182,7 @@ def test_diloco():
         pools = jm.describe(inner, start).pools
         _, params, _ = trees.run(inner, start, [grads, grads])
     assert {pool.batch_axes for pool in pools} == {("worker",)}
-    labels = {"wte": "adamw", "*": "muon"}
+    labels = {"wte": "adamw", "?*": "muon"}
     alone = jm.nanochat(0.02, adamw=jm.adamw(3e-3), matrices=labels)
     for worker in range(workers):
         own, gradient = (jax.device_get(x) for x in (params, grads))

@@ -1,6 +1,7 @@
 """What users say of matrices: labels, dimension numbers, optax's trees, and errors."""
 
 import re
+import warnings
 
 import equinox as eqx
 import jax
@@ -324,3 +325,67 @@ def test_dimension_numbers_leave_the_axis_of_a_scan():
     rules = {"up": Numbers(-2, -1)}
     up = jm.find_matrices(params, loss, floats(5, 8), rules=rules)["up"]
     assert (up.axes.batch, up.scanned, up.scan) == ((0, 1), (0,), "lax.scan")
+
+
+# --- what only a pattern makes a matrix -----------------------------------------------
+
+STACKS = Numbers(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rules", "listed"),
+    [
+        ({"up": (4, 16, 64), "ln1": (4, 16), "b": (4, 64)}, {}, ["b", "ln1"]),
+        ({"l/mlp/up": (4, 16, 64), "l/ln": (4, 16), "out": (16, 4)}, {}, ["l/ln"]),
+        ({"l/up": (4, 16, 64), "l/ln": (4, 16), "out": (16, 4)}, {}, ["l/ln"]),
+        ({"up": (4, 16, 64), "ln1": (4, 16)}, {"ln1": "muon"}, None),
+        ({"up": (4, 16, 64), "ln1": (4, 16)}, {"ln*": "muon"}, ["ln1"]),
+    ],
+)
+def test_vectors_of_stacked_layers_need_a_rule(shapes, rules, listed):
+    """(4, 16) beside (4, 16, 64): an error lists it, unless its path is given."""
+    up = next(iter(shapes))
+    params = {path: floats(*shape) for path, shape in shapes.items()}
+    rules = {up: STACKS} | rules | {"*": "muon"}
+    if listed is None:
+        assert labels(params, rules)["ln1"] == "muon"
+        return
+    with pytest.raises(ValueError, match="may be vectors of stacked layers") as error:
+        labels(params, rules)
+    lines = [f"    {x!r}: 'adamw or muon',  # {shapes[x]}" for x in listed]
+    assert [x for x in str(error.value).splitlines() if x.startswith("    ")] == lines
+
+
+def test_one_row_or_column_is_a_vector_unless_its_path_is_given():
+    params = {"cls": floats(1, 16), "column": floats(16, 1), "up": floats(16, 64)}
+    assert [*labels(params, {"*": "muon"}).values()] == ["adamw", "adamw", "muon"]
+    assert labels(params, {"cls": "muon", "*": "muon"})["cls"] == "muon"
+    assert [*labels(params, Numbers(0, 1)).values()] == 3 * ["muon"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        ({"*": "muon"}, "of mlp/up, positions. Positions, embeddings and heads"),
+        ({"mlp": "muon", "*": "muon"}, "of positions. Positions"),
+        ({"mlp": "muon", "positions": "adamw"}, None),
+        ({"mlp/up": "muon", "positions": "muon"}, None),
+    ],
+)
+def test_what_only_a_star_made_a_matrix_is_a_warning_at_init(rules, told, recwarn):
+    params = {"mlp/up": jnp.ones((16, 64)), "positions": jnp.ones((8, 16))}
+    warnings.simplefilter("always")
+    RECIPES["moonlight"](matrices=rules).init(params)
+    messages = [str(x.message) for x in recwarn]
+    assert len(messages) == (told is not None)
+    assert told is None or told in messages[0]
+
+
+@pytest.mark.parametrize("rules", [{"*": "muon"}, {"weight": Numbers(1, 0)}])
+def test_labels_of_an_equinox_module_are_a_warning_at_init(rules, recwarn):
+    """Its weights are (out, in)."""
+    params = {"up": eqx.nn.Linear(16, 64, use_bias=False, key=jax.random.key(0))}
+    warnings.simplefilter("always")
+    RECIPES["moonlight"](matrices=rules).init(params)
+    told = ["MuonDimensionNumbers(1, 0)" in str(x.message) for x in recwarn]
+    assert any(told) == ("*" in rules)

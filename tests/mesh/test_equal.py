@@ -494,7 +494,8 @@ def test_max_attention_logits(kind):
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-def test_a_key_for_all_devices_is_a_warning():
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)])
+def test_a_key_for_all_devices_is_a_warning(key):
     """They would draw the same masks for other samples."""
 
     def loss(params, x, key):
@@ -503,6 +504,6 @@ def test_a_key_for_all_devices_is_a_warning():
 
     tx = jm.on_mesh(optax.sgd(0.1), mesh_of(4))
     step = jm.make_train_step(loss, tx)
-    args = *step.init({"w": jnp.ones((8, 2))}), jnp.ones((8, 8)), jax.random.key(0)
-    with pytest.warns(UserWarning, match="expected one key per sample in the batch"):
+    args = *step.init({"w": jnp.ones((8, 2))}), jnp.ones((8, 8)), key
+    with pytest.warns(UserWarning, match="use one key per sample in the batch"):
         step(*args)

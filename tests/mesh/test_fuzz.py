@@ -200,7 +200,7 @@ def reading(case, params):
     how, (first, second) = case["reading"], LEAVES[:2]
     if how == "labels":
         rules |= {first: "frozen"}
-    rules |= {"*": "muon"}
+    rules |= {"?*": "muon"}
     if how == "splits" and params[first].shape[-1] % 2 == 0:
         given["splits"] = {first: jm.Split.heads(2), second: jm.Split.heads(2)}
     if how == "joins" or case["recipe"] == "teon":

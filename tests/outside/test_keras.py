@@ -58,7 +58,7 @@ def test_trajectory(keras):
     for grad in grads:
         optimizer.apply([grad[k] for k in theirs], list(theirs.values()))
     adamw = optax.adamw(rate, 0.9, 0.999, 1e-12, weight_decay=decay)
-    given = {"adamw": adamw, "matrices": {"embedding": "adamw", "*": "muon"}}
+    given = {"adamw": adamw, "matrices": {"embedding": "adamw", "?*": "muon"}}
     tx = jm.moonlight(rate, weight_decay=decay, dtype="float32", **given)
     _, ours, _ = trees.run(tx, start, grads)
     for name, x in start.items():

@@ -35,7 +35,7 @@ def test_any_optimizer():
         assert jm.describe(around, A).parameters == alone
     (found,) = jm.describe(optax.MultiSteps(tx, 2), A).parameters
     assert found.state_bytes == alone[0].state_bytes + 8 * 8 * 4  # a sum of gradients
-    both = RECIPES["nanochat"](matrices={"*": "muon"})
+    both = RECIPES["nanochat"](matrices={"?*": "muon"})
     counted = jm.describe(both, A | {"count": A["a"]}).parameters
     assert counted[1].state_bytes == alone[0].state_bytes  # and no counts of steps
     joined = jm.describe(RECIPES["teon"](), trees.normal(SHAPES)).parameters
@@ -45,7 +45,7 @@ def test_any_optimizer():
 def test_a_matrix_of_another_label():
     """Only what is orthogonalized is labelled "muon"."""
     params = {"attn": A["a"], "mlp": A["a"]}
-    matrices = jm.find_matrices(params, rules={"*": "muon"})
+    matrices = jm.find_matrices(params, rules={"?*": "muon"})
     muon = jm.as_matrices(jm.orthogonalize(jm.PolarExpress()), matrices)
     labels = {"attn": "rest", "mlp": "mlp"}
     tx = optax.multi_transform({"mlp": muon, "rest": optax.adamw(1e-3)}, labels)
@@ -64,7 +64,7 @@ def test_matrices_too_small_for_owners(kind):
         jax.ShapeDtypeStruct, dtype=jnp.float32, sharding=NamedSharding(mesh, P())
     )
     params = {f"{i}/w": shape((8, 16)) for i in range(5)} | {"wte": shape((64, 8))}
-    tx = RECIPES["nanochat"](matrices={"wte": "adamw", "*": "muon"})
+    tx = RECIPES["nanochat"](matrices={"wte": "adamw", "?*": "muon"})
     tx = jm.on_mesh(tx, mesh, divide="data", min_size=200)
     planned = jm.describe(tx, params)
     of_state = [leaf.state_spec for leaf in planned.parameters]
@@ -106,7 +106,7 @@ def test_bytes_on_a_device():
     shapes = {"q": (64, 64), "up": (64, 256)}
     params = {k: jax.ShapeDtypeStruct(x, jnp.float32) for k, x in shapes.items()}
     size = 4 * (64 * 64 + 64 * 256)
-    tx = RECIPES["muon"](matrices={"*": "muon"})
+    tx = RECIPES["muon"](matrices={"?*": "muon"})
     assert jm.describe(tx, params).held_bytes["gradients"] == size
     held = jm.describe(jm.on_mesh(tx, mesh_of(4), divide="data"), params).held_bytes
     assert (held["parameters"], held["gradients"]) == (size, size // 4)

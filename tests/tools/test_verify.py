@@ -128,7 +128,7 @@ GATHERED = {"divide": "data", "min_size": 1, "gather_dtype": "bfloat16"}
 BOUNDS = {  # the optimizer, its layout, a dtype, and the bound, at least and at most
     "float64": (optax.sgd(0.1), {}, "float64", (1e-10, 1e-10)),
     "bfloat16 inside": (
-        RECIPES["muon"](matrices={"*": "muon"}),
+        RECIPES["muon"](matrices={"?*": "muon"}),
         {},
         "float32",
         (0.1, 0.1),

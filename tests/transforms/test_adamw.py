@@ -12,7 +12,7 @@ from tests import trees
 from tests.recipes import RECIPES
 
 SHAPES = {"wte": (8, 16), "up": (16, 32), "bias": (32,)}
-RULES = {"wte": "adamw", "*": "muon"}
+RULES = {"wte": "adamw", "?*": "muon"}
 
 
 def falling(count):

@@ -95,7 +95,7 @@ def test_what_is_not_finite_reaches_the_parameter_and_no_other(dtype):
 # --- a run is float32's ---------------------------------------------------------------
 
 SHAPES = {"wte": (30, 8), "0/qkv": (8, 24), "1/qkv": (8, 24), "up": (8, 16), "b": (8,)}
-LABELS = {"wte": "adamw", "*": "muon"}
+LABELS = {"wte": "adamw", "?*": "muon"}
 QKV, PAIRS = {"qkv": jm.Split(("q", "k", "v"))}, {"{i}/qkv/q": 2, "{i}/qkv/k": 2}
 JOINED = {"matrices": reader(LABELS, splits=QKV, joins=PAIRS)}
 SPHERES = {"matrices": LABELS, "dtype": "float32", "adamw": optax.adam(1e-4)}

@@ -284,5 +284,5 @@ def test_dtypes_are_stable_and_promoted_by_us_alone(name, dtype):
 
 def test_a_mask_where_there_are_no_parameters():
     """As in a group that optax.multi_transform gives nothing."""
-    recipe = jm.moonlight(0.02, matrices={"*": "muon"}, weight_decay_mask={"w": True})
+    recipe = jm.moonlight(0.02, matrices={"?*": "muon"}, weight_decay_mask={"w": True})
     assert recipe.update({}, recipe.init({}), {})[0] == {}
