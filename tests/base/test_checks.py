@@ -180,7 +180,9 @@ WRONG |= {  # at init,
     "of these: a tree that is one array, as inside optax.flatten": lambda: init(
         optax.flatten(muon(matrices={"w": "muon"})), MATRIX
     ),
-    "rules: '0' matches no parameter": lambda: init(read_as(["frozen"])),
+    "rules=['frozen']; expected patterns with labels, such as {'embed': 'adamw'}": (
+        lambda: init(read_as(["frozen"]))
+    ),
     "joins={'w': 0.5}: K=0.5; expected a Python int": lambda: known(
         MATRIX, joins={"w": 0.5}
     ),
@@ -284,7 +286,7 @@ def test_numbers_of_numpy_are_numbers():
 # --- gradients and states of other parameters, in recipes, `as_matrices`, `on_mesh` ---
 
 CHECKED = {
-    "a recipe": read_as("muon"),
+    "a recipe": read_as({"w": "muon"}),
     "AdamW in a recipe": read_as("adamw", adamw=optax.adamw(0.1)),
     "as_matrices": as_matrices(toy, jm.scale_by_momentum()),
     "on_mesh": jm.on_mesh(optax.adamw(0.1), MESH),

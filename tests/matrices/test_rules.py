@@ -208,9 +208,9 @@ def test_a_tree_that_can_be_called():
     params = eqx.filter(model, eqx.is_inexact_array)
     matrix_labels = jax.tree.map(lambda x: "muon" if x.ndim == 2 else None, params)
     assert callable(matrix_labels)
-    table = jm.describe(
-        jm.nanochat(0.02, adamw=jm.adamw(3e-3), matrices=matrix_labels), params
-    )
+    tx = jm.nanochat(0.02, adamw=jm.adamw(3e-3), matrices=matrix_labels)
+    with pytest.warns(UserWarning, match=r"an equinox\.Module have weights"):
+        table = jm.describe(tx, params)
     muon = [x.parameter.path for x in table.parameters if x.parameter.label == "muon"]
     assert muon == [f"layers/{i}/weight" for i in range(3)]
 
