@@ -96,11 +96,11 @@ WRONG = {
     "ns_steps=2.5; expected a Python integer": lambda: muon(ns_steps=2.5),
     "ns_steps=True; expected a Python integer": lambda: muon(ns_steps=True),
     "such as sgd(1e-3)": lambda: nanochat(groups={"x": optax.sgd}),
-    "tx=<function sgd at": lambda: jm.as_matrices(optax.sgd, toy),
+    "tx=sgd; expected an optax transform": lambda: jm.as_matrices(optax.sgd, toy),
     "an optax transform, such as orthogonalize(1e-3)": lambda: jm.as_matrices(
         jm.orthogonalize, toy
     ),
-    "groups['x']=<function": lambda: nanochat(groups={"x": NONE}),
+    "groups['x']=<lambda>; expected": lambda: nanochat(groups={"x": NONE}),
     "['w']=-1.0; expected a finite number": lambda: jm.scale_by_path({"w": -1.0}),
     "gather_dtype='int8'; expected a dtype of": lambda: on_mesh(gather_dtype="int8"),
     "='float16'; expected one of 'float64'": lambda: muon(mu_dtype="float16"),
