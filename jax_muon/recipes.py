@@ -121,13 +121,13 @@ def nanochat(
             *([scaling.equilibrate_rows()] if last else []),
             orthogonalize(polar, joins=matrices.joins),
             *([scaling.normalize_frobenius()] if last else []),
-            scaling.scale_by_normuon(decay),
+            scaling.scale_by_normuon(_beta2(decay)),
             decays.add_cautious_decayed_weights(weight_decay, mask),
             scaling.scale_by_shape(),
             _descend(learning_rate),
         )
         return optax.chain(
-            scale_by_momentum(momentum, mu_dtype=mu_dtype),
+            _averaged(momentum, mu_dtype=mu_dtype),
             as_matrices(on_matrices, matrices),
         )
 
@@ -208,13 +208,13 @@ def normuon(
             orthogonalize(_polar(polar, ns_steps, dtype), joins=matrices.joins),
             # The paper adds 1e-8 to the root; here the root is at least 1e-8. The
             # default, 1e-5, would hold back neurons whose first updates are small.
-            scaling.scale_by_normuon(beta2, axis="output", eps=1e-16),
+            scaling.scale_by_normuon(_beta2(beta2), axis="output", eps=1e-16),
             scaling.normalize_frobenius(0.2),
             decays.add_decayed_weights(weight_decay, mask),
             _descend(learning_rate),
         )
         return optax.chain(
-            scale_by_momentum(momentum, nesterov=False, mu_dtype=mu_dtype),
+            _averaged(momentum, nesterov=False, mu_dtype=mu_dtype),
             as_matrices(on_matrices, matrices),
         )
 
@@ -299,7 +299,7 @@ def muon(
     References:
       https://kellerjordan.github.io/posts/muon/
     """
-    average = scale_by_momentum(
+    average = _averaged(
         momentum, nesterov=nesterov, bias_correction=bias_correction, mu_dtype=mu_dtype
     )
     polar = _polar(polar, ns_steps, dtype)
@@ -371,7 +371,7 @@ def moonlight(
       >>> round(float(updates["mlp"][0, 0]), 6)  # 0.2 * 25**0.5 + 0.1 times the rate
       -0.0011
     """
-    average = scale_by_momentum(momentum, mu_dtype=mu_dtype)
+    average = _averaged(momentum, mu_dtype=mu_dtype)
     polar = _polar(polar, ns_steps, dtype)
     chain = _muon(average, polar, "match_rms_adamw", weight_decay, learning_rate)
     return _recipe(chain, matrices, weight_decay_mask, adamw, groups)
@@ -445,7 +445,7 @@ def teon(
       >>> [round(float(x[0, 0]), 3) for x in updates["layers"][0].values()]
       [-1.0, -0.707]
     """
-    average = scale_by_momentum(momentum, nesterov=False, mu_dtype=mu_dtype)
+    average = _averaged(momentum, nesterov=False, mu_dtype=mu_dtype)
     table = coefficients.polar_express_paper
     polar = _polar(polar, ns_steps, dtype, table, norm_factor=1.01)
     single = _muon(average, polar, "spectral_norm", weight_decay, learning_rate)
@@ -519,7 +519,7 @@ def muonh(
             hyperball(learning_rate),
         )
         return optax.chain(
-            scale_by_momentum(momentum, mu_dtype=mu_dtype),
+            _averaged(momentum, mu_dtype=mu_dtype),
             as_matrices(on_matrices, matrices),
         )
 
@@ -567,6 +567,20 @@ def _muon(
         return optax.chain(average, as_matrices(on_matrices, matrices))
 
     return chain
+
+
+def _averaged(
+    momentum: optax.ScalarOrSchedule, **settings: Any
+) -> optax.GradientTransformation:
+    """`scale_by_momentum`, whose decay is the momentum of a recipe."""
+    return scale_by_momentum(
+        checks.as_rate("momentum", momentum, "in [0, 1)"), **settings
+    )
+
+
+def _beta2(decay: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
+    """The decay of `scale_by_normuon`, as a recipe names it."""
+    return checks.as_rate("beta2", decay, "in [0, 1)")
 
 
 def _descend(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:

@@ -218,7 +218,7 @@ def _by_function(
     leaves, treedef = jax.tree.flatten(args)
     for keys, x in jax.tree_util.tree_leaves_with_path(args):
         if isinstance(x, str | bytes):
-            name = f"argument {keys[0].idx}{jax.tree_util.keystr(keys[1:])}"
+            name = f"args{jax.tree_util.keystr(keys)}"
             checks.refuse(name, x, "an array; close over what is none")
     arrays = [x for x in leaves if not callable(x)]
 

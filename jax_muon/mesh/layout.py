@@ -63,6 +63,10 @@ class Layout:
     min_size: int = MIN_SIZE
     read: Callable[[PyTree], Readings] = lambda tree: {}
 
+    def __post_init__(self) -> None:
+        if isinstance(self.where, Mesh):  # of a tree of shardings, at init
+            checked_axes("divide", self.divide, self.where)
+
     def place(self, tree: PyTree) -> Placed:
         """Where the leaves of a tree are."""
         mesh, rows = self.leaf_shardings(tree)

@@ -83,7 +83,7 @@ def scale_by_momentum(
       >>> tx.update(grads, tx.init(grads))[0].tolist()
       [0.75, -3.0]
     """
-    decay = checks.as_rate("decay (momentum of a recipe)", decay, "in [0, 1)")
+    decay = checks.as_rate("decay", decay, "in [0, 1)")
     dtype = None if mu_dtype is None else jnp.dtype(mu_dtype).name
     if dtype is not None:
         checks.check_choice("mu_dtype", dtype, DTYPES)

@@ -121,7 +121,7 @@ def scale_by_normuon(
       >>> tx.update(updates, tx.init(updates))[0].round(3).tolist()
       [[5.0, 0.0], [0.0, 5.0]]
     """
-    decay = checks.as_rate("decay (beta2 of a recipe)", decay, "in [0, 1)")
+    decay = checks.as_rate("decay", decay, "in [0, 1)")
     checks.check_choice("axis", axis, ("longer", "output"))
     eps = checks.as_number("eps", eps, "above 0")
 

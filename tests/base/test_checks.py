@@ -71,8 +71,8 @@ WRONG = {
     "learning_rate=True; expected": lambda: muon(learning_rate=True),
     "learning_rate=Array([1., 1.]": lambda: muon(learning_rate=jnp.ones(2)),
     "weight_decay=nan; expected": lambda: nanochat(weight_decay=NAN),
-    "(momentum of a recipe)=1.0; expected": lambda: muon(momentum=1.0),
-    "(beta2 of a recipe)=1.0; expected": lambda: RECIPES["normuon"](beta2=1.0),
+    "momentum=1.0; expected": lambda: muon(momentum=1.0),
+    "beta2=1.0; expected": lambda: RECIPES["normuon"](beta2=1.0),
     "rms=0.0; expected a finite": lambda: jm.normalize_frobenius(0.0),
     "balance=1.5; expected a finite number in [0, 1]": lambda: jm.clip_qk(
         1.0, balance=1.5
@@ -83,7 +83,7 @@ WRONG = {
     "parts={'q'}; expected names in their order": lambda: jm.Split({"q"}),
     "parts='qkv'; expected names in their order": lambda: jm.Split("qkv"),
     "parts={'q': 1.5}; expected names in their order": lambda: jm.Split({"q": 1.5}),
-    "decay (beta2 of a recipe)=1.0; expected": lambda: nanochat(beta2=1.0),
+    "beta2=1.0; expected a": lambda: nanochat(beta2=1.0),
     "labels of groups=['adamw']; expected others": lambda: nanochat(
         groups={"adamw": optax.sgd(0.1)}
     ),
