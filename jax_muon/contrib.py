@@ -6,6 +6,7 @@ The matrices take this package's path: each is orthogonalized once on a mesh, in
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,12 +20,13 @@ from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers
 
 from jax_muon import recipes
-from jax_muon.base import checks, dtypes, trees
+from jax_muon.base import checks, trees
+from jax_muon.base.dtypes import wider
 from jax_muon.matrices.find import find_matrices
 from jax_muon.matrices.matrices import ADAMW, MUON, Matrices
 from jax_muon.polar.coefficients import NEWTON_SCHULZ, Coefficients
 from jax_muon.polar.factors import NewtonSchulz
-from jax_muon.polar.products import Products, matrix_sum
+from jax_muon.polar.iteration import Late, iterate
 from jax_muon.transforms.weight_decay import Mask
 
 _PRESETS: dict[str, Coefficients | Sequence[Coefficients]] = {
@@ -182,25 +184,20 @@ def _polar(
     if each and (isinstance(steps, jax.Array) or steps < number):
         expected = f"at least {number}, the number of quintics"
         checks.refuse("ns_steps", steps, expected + checks.injected(steps, "ns_steps"))
-    norm = _NORMS[preconditioning]
-    if isinstance(steps, jax.Array) or isinstance(eps, jax.Array):
-        return _injected(coefficients, number, eps, norm)
-    return NewtonSchulz(
-        number, coefficients=coefficients, eps=eps, norm=norm, dtype=None
+    # What `optax.inject_hyperparams` made arrays is known at run time alone.
+    given = coefficients if isinstance(coefficients, jax.Array) else None, steps, eps
+    late = Late(*(x if isinstance(x, jax.Array) else None for x in given))
+    is_late = any(x is not None for x in late)
+    settings = NewtonSchulz(
+        1 if late.steps is not None else number,
+        coefficients=NEWTON_SCHULZ if late.quintic is not None else coefficients,
+        eps=1.0 if late.eps is not None else eps,
+        norm=_NORMS[preconditioning],
+        dtype=None,
+        form="standard" if is_late else "auto",
     )
-
-
-def _injected(
-    coefficients: Coefficients | Sequence[Coefficients],
-    steps: jax.typing.ArrayLike,
-    eps: jax.typing.ArrayLike,
-    norm: str,
-) -> Callable[[Array], Array]:
-    """Newton-Schulz with numbers that `optax.inject_hyperparams` made arrays.
-
-    A `NewtonSchulz` takes none that are known only at run time: this loops over its
-    products instead.
-    """
+    if not is_late:
+        return settings
 
     def polar(x: Float[Array, "*b m n"]) -> Float[Array, "*b m n"]:
         if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
@@ -208,27 +205,8 @@ def _injected(
                 "ns_steps or eps is an array inside on_mesh; expected numbers: under "
                 'optax.inject_hyperparams pass static_args=("ns_steps", "eps")'
             )
-        dtype = dtypes.wider(x.dtype, jnp.bfloat16)
-        table = jnp.asarray(coefficients, dtype)
-        products = Products(tall=x.shape[-2] > x.shape[-1])
-        # Squares of 1e25, and fourth powers of 1e12, would be infinite. So larger ones
-        # are brought below 2 by a power of two, which rounds nothing: 1e25 is 1.03.
-        largest = jnp.max(jnp.abs(dtypes.wide(x)), axis=(-2, -1), keepdims=True)
-        exponent = jnp.maximum(jnp.frexp(largest)[1] - 1, 0)
-        unit = jnp.ldexp(jnp.ones_like(largest), exponent)
-        y = (dtypes.wide(x) / unit).astype(dtype)
-        fourth = norm == "schatten4"  # the sum of s^4 is that of squares of X X^T
-        power = matrix_sum(dtypes.wide(products.gram(y) if fourth else y) ** 2)
-        size = power ** (0.25 if fourth else 0.5)
-        size = dtypes.padded(size, eps, 1 / unit).astype(dtype)
-        y = y / jnp.where(size == 0, 1, size)  # eps is 0 where it is a float16
-
-        def quintic(i: Array, y: Array) -> Array:
-            a, b, c = table if table.ndim == 1 else table[i]
-            gram = products.gram(y)
-            factor = b * gram + c * products.symmetric(gram, gram)
-            return a * y + products.product(factor, y)
-
-        return jax.lax.fori_loop(0, steps, quintic, y).astype(x.dtype)
+        of_dtype = dataclasses.replace(settings, dtype=wider(x.dtype, jnp.bfloat16))
+        stack = x.reshape(-1, *x.shape[-2:])
+        return iterate((stack,), of_dtype, False, None, late).reshape(x.shape)
 
     return polar

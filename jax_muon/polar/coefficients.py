@@ -6,6 +6,8 @@ Only numbers: everything here runs on the host in float64, before a program is t
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_muon.base import checks
@@ -45,12 +47,15 @@ def _as_tuples(table: Any) -> Table:
     return tuple((float(a), float(b), float(c)) for a, b, c in table)
 
 
-def factored(a: float, b: float, c: float) -> Coefficients:
+def factored(a: Any, b: Any, c: Any) -> tuple[Any, Any, Any]:
     """The (a, b, q) of a + b (r + q r^2) = a + b r + c r^2.
 
     (2, 0, -1) becomes (2, -2^-60, 2^60): a b of 0 is one that rounds to nothing beside
     c, also in float64.
     """
+    if isinstance(b, jax.Array):
+        b = jnp.where(abs(b) > abs(c) * 2.0**-60, b, c * 2.0**-60)
+        return a, b, jnp.where(b == 0, 0, c / jnp.where(b == 0, 1, b))
     b = b if abs(b) > abs(c) * 2.0**-60 else c * 2.0**-60
     return a, b, c / b if b else 0.0
 

@@ -32,7 +32,7 @@ of the product, a X + (P - a I) X. Other differences, and what they gain:
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,14 @@ _GRAM_MIN_SIZE = 256
 _PART_BYTES = 2**30
 
 
+class Late(NamedTuple):
+    """Numbers known at run time alone, as `optax.inject_hyperparams` makes them."""
+
+    quintic: Array | None = None  # (a, b, c) of every step
+    steps: Array | None = None  # how often the last quintic is taken, at least once
+    eps: Array | None = None
+
+
 def uses_gram(settings: Any, m: int, n: int) -> bool:
     """True if matrices (m, n), m <= n, take the Gram form by a `NewtonSchulz`."""
     if settings.form == "auto":
@@ -70,7 +78,11 @@ def uses_gram(settings: Any, m: int, n: int) -> bool:
 # Traced once for matrices of a shape, however many parameters and calls have it.
 @functools.partial(jax.jit, static_argnames=("settings", "kernels", "team"))
 def iterate(
-    stacks: Sequence[Array], settings: Any, kernels: bool, team: Team | None
+    stacks: Sequence[Array],
+    settings: Any,
+    kernels: bool,
+    team: Team | None,
+    late: Late | None = None,
 ) -> Float[Array, "k rows cols"]:
     """The polar factors of several stacks, as one stack of all of them in order.
 
@@ -81,7 +93,11 @@ def iterate(
       settings: a `NewtonSchulz`.
       kernels: whether NVIDIA GPUs take the kernels of `hopper`.
       team: devices that have columns of each matrix, which take the standard form.
+      late: numbers that are known at run time alone; `settings` has placeholders.
     """
+    late = late or Late()
+    if late.eps is not None:
+        settings = dataclasses.replace(settings, eps=late.eps)
     rows, cols = stacks[0].shape[-2:]
     if team is not None:
         settings = dataclasses.replace(settings, form="standard")
@@ -93,7 +109,7 @@ def iterate(
 
     def branch(function: Callable[..., Array], products: Products) -> Any:
         products = SharedProducts(products, team) if team else products
-        return functools.partial(function, products, settings)
+        return functools.partial(function, products, settings, late=late)
 
     one_by_one = functools.partial(_one_by_one, turned=tall)
     branches = {
@@ -107,7 +123,7 @@ def iterate(
     return jax.lax.platform_dependent(*stacks, **branches)
 
 
-def _at_once(products: Products, settings: Any, *stacks: Array) -> Array:
+def _at_once(products: Products, settings: Any, *stacks: Array, late: Late) -> Array:
     """On an accelerator: many matrices at a time, in the dtype of the iteration."""
     scales = _scales(products, settings, stacks)
     given, dtype = stacks[0].dtype, jnp.dtype(settings.dtype)
@@ -116,12 +132,16 @@ def _at_once(products: Products, settings: Any, *stacks: Array) -> Array:
         rounded = [jax.lax.optimization_barrier(x.astype(dtype)) for x in stacks]
         stacks = tuple(rounded)
     most = _PART_BYTES // (stacks[0].nbytes // len(stacks[0]))
-    factors = functools.partial(_factors, products, settings)
+    factors = functools.partial(_factors, products, settings, late=late)
     return _in_parts(factors, jnp.concatenate(stacks), *scales, most=most).astype(given)
 
 
 def _one_by_one(
-    products: Products, settings: Any, *stacks: Array, turned: bool
+    products: Products,
+    settings: Any,
+    *stacks: Array,
+    turned: bool,
+    late: Late,
 ) -> Array:
     """On a CPU: one matrix (1, rows, cols) after another, or its transpose.
 
@@ -141,7 +161,8 @@ def _one_by_one(
         y = jax.lax.optimization_barrier(matrix.reshape(-1))
         y = y.reshape((1,) * low_precision + matrix.shape)
         scales = _scales(products, settings, [y])
-        y = _factors(products, settings, y, *scales).reshape(matrix.shape)
+        y = _factors(products, settings, y, *scales, late=late)
+        y = y.reshape(matrix.shape)
         return (y.T if turned else y)[None]
 
     return _in_parts(single, jnp.concatenate(stacks), most=1)
@@ -197,7 +218,13 @@ def _inverse(settings: Any, power: Array, roots: int, unit: Array) -> Array:
 
 
 def _factors(
-    products: Products, settings: Any, x: Array, unit: Array, inverse: Array
+    products: Products,
+    settings: Any,
+    x: Array,
+    unit: Array,
+    inverse: Array,
+    *,
+    late: Late,
 ) -> Array:
     """The quintics of X, where unit * inverse * X has norm 1.
 
@@ -209,7 +236,10 @@ def _factors(
     gram = products.gram(y)
     # b R + c R R as b (R + c/b R R): in float32 it would round b R and c R R, which
     # nearly cancel each other, to 2.6e-6 of the result on a Gaussian, not 2.1e-6.
-    table: list[Quintic] = [factored(*abc) for abc in settings.coefficients]
+    quintics = settings.coefficients
+    if late.quintic is not None:
+        quintics = [tuple(late.quintic.astype(unit.dtype))] * len(quintics)
+    table: list[Quintic] = [factored(*abc) for abc in quintics]
     if settings.norm == "schatten4":
         # k Y has Schatten-4 norm 1, where k is 1 to m^(1/4), and its first step is a
         # polynomial of the R of Y, too: a k I + b k^3 (R + c/b k^2 R R).
@@ -221,15 +251,24 @@ def _factors(
     # Products of float32 are summed in float32, which rounds after every term. As one
     # of these terms a Y would double the error on matrices of low rank.
     apart = refresh == 1 and settings.dtype != "bfloat16"
-    for start in range(0, len(table), refresh):
-        if start:
-            gram = products.gram(y)
-        (a, b, q), *others = table[start : start + refresh]
+
+    def stepped(y: Array, gram: Array, part: Sequence[Quintic]) -> Array:
+        (a, b, q), *others = part
         factor = step = products.polynomial(gram, (0.0 if apart else a, b, q))
         for quintic in others:
             gram = products.symmetric(products.symmetric(step, gram), step)
             step = products.polynomial(gram, quintic)
             factor = products.symmetric(factor, step)
         product = products.product(factor, y)
-        y = a * y + product if apart else product
+        return a * y + product if apart else product
+
+    y = stepped(y, gram, table[:refresh])
+    for start in range(refresh, len(table), refresh):
+        y = stepped(y, products.gram(y), table[start : start + refresh])
+    if late.steps is not None:
+
+        def again(_: Array, y: Array) -> Array:
+            return stepped(y, products.gram(y), [factored(*quintics[-1])])
+
+        y = jax.lax.fori_loop(len(table), late.steps, again, y)
     return y.astype(x.dtype)
