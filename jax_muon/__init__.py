@@ -14,7 +14,7 @@ from jax_muon.mesh.layout import fsdp
 from jax_muon.mesh.on_mesh import on_mesh
 from jax_muon.mesh.scan_layers import scan_layers
 from jax_muon.mesh.train_step import make_train_step
-from jax_muon.mesh.wrappers import on_auto_axes, on_replicas
+from jax_muon.mesh.wrappers import on_replicas
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.recipes import moonlight, muon, muonh, nanochat, normuon, teon
 from jax_muon.tools.describe import describe
@@ -61,7 +61,6 @@ __all__ = [
     "nanochat",
     "normalize_frobenius",
     "normuon",
-    "on_auto_axes",
     "on_mesh",
     "on_replicas",
     "orthogonalize",

@@ -1,7 +1,7 @@
 """Self-test: `python -m jax_muon` prints versions and devices and checks an update.
 
 It runs `nanochat` on all devices, with its state sharded over them, and on one device.
-The matrices are large enough that devices send them to owners.
+The matrices are large enough to be dealt out to the devices.
 """
 
 import importlib.metadata

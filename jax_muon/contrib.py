@@ -207,6 +207,6 @@ def _polar(
             )
         of_dtype = dataclasses.replace(settings, dtype=wider(x.dtype, jnp.bfloat16))
         stack = x.reshape(-1, *x.shape[-2:])
-        return iterate((stack,), of_dtype, False, None, late).reshape(x.shape)
+        return iterate((stack,), of_dtype, False, late).reshape(x.shape)
 
     return polar

@@ -44,6 +44,7 @@ from benchmarks.schedule.step_time import (
     nccl_seconds,
     transfer_seconds,
 )
+from jax_muon.tools import work
 from jax_muon.tools.describe import describe
 
 # What the chart of docs/speed.md has, but for 1024 GPUs.
@@ -70,8 +71,9 @@ def measure(whole: WholeStep, options: dict[str, Any], rates: Rates) -> dict[str
     module = Module.parse(compiled.as_text())
     transfers = module.transfers()
     planned = describe(whole.tx, whole.params)
-    kinds = kinds_of_devices(planned.pools, planned.sizes)
-    busy = sum(pool.load(planned.sizes) for pool in planned.pools)
+    kinds = kinds_of_devices(planned.rounds, planned.sizes)
+    parts = *planned.stacks, *planned.rounds
+    busy = sum(work.load(part, planned.sizes) for part in parts)
     ways = {
         "seconds": (rates, transfer_seconds),
         "seconds_with_latencies": (rates, nccl_seconds),
@@ -85,7 +87,7 @@ def measure(whole: WholeStep, options: dict[str, Any], rates: Rates) -> dict[str
             for kind in sorted({t.kind for t in transfers})
         },
         "all": summarize(transfers, rates),
-        "planned_between_hosts": planned.bytes_between_hosts,
+        "planned": planned.sent_bytes,
         "flops": module.flops(),
         "orthogonalize_flops": float(np.max(busy)),  # of the busiest device
         "peak_bytes": compiled.memory_analysis().peak_memory_in_bytes,

@@ -213,7 +213,7 @@ def whole_step(
     if layout == "fsdp-tp":
         divide = batch
     where = mesh if shardings is None else shardings
-    tx = jm.on_mesh(tx, where, divide=divide, devices_per_host=GPUS_PER_HOST)
+    tx = jm.on_mesh(tx, where, divide=divide)
     if layout not in IN_JIT:
         step = jm.make_train_step(loss_fn, tx, microbatches=microbatches)
         args = (*step.abstract(params), tokens)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_muon.mesh.collectives import Collective, members_over
+from benchmarks.schedule.collectives import Collective, members_over
 
 # Primitive name to the kind of collective; JAX has several names for one kind.
 _KINDS = {

@@ -21,20 +21,25 @@ import numpy as np
 
 from benchmarks.schedule.hlo import Instruction, Module, Transfer
 from jax_muon.base.specs import Sizes
-from jax_muon.mesh import hardware
-from jax_muon.mesh.plan import Pool, rounds
+from jax_muon.mesh.stacks import Round
+from jax_muon.tools.work import on_mesh
 
 Takes = Callable[[Instruction], int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """FLOP/s of products; bytes/s of one GPU within its host, and between hosts."""
+    """FLOP/s of products; bytes/s of one GPU within its host, and between hosts.
 
-    flops: float = hardware.FLOPS
-    within: float = hardware.WITHIN_HOSTS
-    between: float = hardware.BETWEEN_HOSTS
-    gpus_per_host: int = hardware.DEVICES_PER_HOST
+    An H100 SXM in round figures: half of its peak in bfloat16, which is 989 TFLOP/s;
+    NVLink, 900 GB/s both ways (https://www.nvidia.com/en-us/data-center/h100/); and one
+    NIC of 400 Gb/s for each GPU, as in a DGX H100.
+    """
+
+    flops: float = 500e12
+    within: float = 450e9
+    between: float = 50e9
+    gpus_per_host: int = 8
 
 
 SLOWER = Rates(within=350e9, between=42e9)
@@ -92,33 +97,23 @@ def nccl_seconds(transfer: Transfer, rates: Rates) -> float:
     return min(ways)
 
 
-def kinds_of_devices(pools: Sequence[Pool], sizes: Sizes) -> list[Takes]:
+def kinds_of_devices(rounds: Sequence[Round], sizes: Sizes) -> list[Takes]:
     """For each kind of device the branches that it takes.
 
-    Owners that have different matrices in a round of exchanges run different branches
-    of a conditional, which `exchange.map_pools` marks with the number of the round. The
-    more a device has to compute, the longer is its branch. Branches of different
-    matrices with the same work are two.
+    Devices that have different matrices in a round run different branches of a
+    conditional, which `map_shards` marks with the number of the round. The more a
+    device has to compute, the longer is its branch. Branches of different matrices with
+    the same work are two.
     """
-    uneven = {
-        f"/round_{number}/": one
-        for number, one in enumerate(rounds(pools))
-        if len(one.kinds) > 1
-    }
     branches = []  # of each device, in each round
-    for one in uneven.values():
-        flops = np.array([pool.flops for pool in one.pools])
-        by_work = sorted(one.kinds, key=lambda kind: -np.dot(kind, flops))
-        ranks = {kind: rank for rank, kind in enumerate(by_work)}
-        pool = dataclasses.replace(
-            one.pools[0], counts=tuple(ranks[kind] for kind in one.counts)
-        )
-        # The load of owners that have as many matrices as their rank.
-        by_device = pool.load(sizes).ravel() * pool.team / pool.flops
-        branches.append(np.rint(by_device).astype(int).tolist())
+    for one in rounds:
+        flops = np.array([*(stack.flops for stack in one.stacks), 0])
+        ranks = np.argsort(np.argsort(-flops, kind="stable"), kind="stable")
+        by_device = on_mesh(one.stacks[0], ranks[one.kinds], sizes)
+        branches.append(by_device.ravel().tolist())
 
     def takes(kind: tuple[int, ...]) -> Takes:
-        found = dict(zip(uneven, kind, strict=True))
+        found = {f"/round_{number}/": rank for number, rank in enumerate(kind)}
         return lambda line: next((x for w, x in found.items() if w in line.text), 0)
 
     return [takes(kind) for kind in sorted({*zip(*branches, strict=True)})]

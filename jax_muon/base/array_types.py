@@ -3,16 +3,25 @@
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef
 from jaxtyping import Array, PyTree
 
-if TYPE_CHECKING:  # of a higher floor, whose module sets it here
-    from jax_muon.mesh.communicator import Scans
+from jax_muon.base import specs, trees
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutByPath:
+    """How the arrays of a tree are sharded on a mesh whose axes are Auto."""
+
+    mesh: Mesh | AbstractMesh
+    specs: Mapping[str, PartitionSpec]  # {"up": P(None, "data")}, and so on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,9 +29,8 @@ class Surroundings:
     """Facts about the code that is being traced which types of arrays do not show."""
 
     trusted: bool = False  # in `on_replicas`: every device has whole arrays
-    users_mesh: AbstractMesh | None = None  # inside `on_mesh`: the mesh around it
-    devices_per_host: int = 8  # neighbours on the mesh of `on_mesh`
-    scans: "Scans | None" = None  # in the loss of a train step
+    layout: LayoutByPath | None = None  # inside `on_mesh`, of the gradients
+    users_mesh: AbstractMesh | None = None  # inside `on_mesh`, the mesh around it
 
 
 _NONE = Surroundings()
@@ -48,7 +56,7 @@ def setting(**changes: Any) -> Iterator[None]:
 
 
 def on_users_axes() -> contextlib.AbstractContextManager[Any]:
-    """The mesh outside of `on_mesh`: a user's loss may not know Explicit axes."""
+    """The mesh outside of `on_mesh`, for whose kind of axes a loss was written."""
     mesh, on = surroundings().users_mesh, jax.sharding.use_abstract_mesh
     return contextlib.nullcontext() if mesh is None else on(mesh)
 
@@ -82,7 +90,7 @@ def entries(x: Array) -> tuple[Any, ...]:
 def reshard(x: Array, spec: Iterable[Any]) -> Array:
     """The array with these entries of its spec, if its type shows them."""
     spec = PartitionSpec(*spec)
-    if entries(x) == tuple(spec):
+    if entries(x) == tuple(spec) or not is_explicit(x):
         return x
     return jax.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, spec))
 
@@ -93,17 +101,6 @@ def reshape(x: Array, shape: Sequence[int], spec: Iterable[Any]) -> Array:
         return x.reshape(tuple(shape))
     sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
     return jnp.reshape(x, tuple(shape), out_sharding=sharding)
-
-
-def replicated(tree: PyTree) -> PyTree:
-    """The tree with its arrays replicated, where types show how they are sharded."""
-    # On Auto axes XLA gathers what it needs; on Explicit ones JAX refuses a product of
-    # a sharded norm with arrays that are sharded otherwise.
-    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
-        return tree
-    return jax.tree.map(
-        lambda x: jax.reshard(x, PartitionSpec()) if hasattr(x, "shape") else x, tree
-    )
 
 
 def arrays_and_others(
@@ -156,14 +153,80 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Array]]) -> None:
             )
 
 
-def mesh_of_types(flat: Sequence[tuple[str, Array]]) -> AbstractMesh | None:
-    """The Explicit mesh of these arrays; None on one device, or for whole arrays.
+def explicit(mesh: Mesh | AbstractMesh) -> AbstractMesh:
+    """A mesh on which types of arrays show how they are sharded."""
+    kinds = dict.fromkeys(mesh.axis_names, AxisType.Explicit)
+    mesh = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    return mesh.update_axis_types(kinds)
 
-    Raises a ValueError for an array whose type does not show how it is sharded.
+
+def shapes_of(tree: PyTree) -> PyTree:
+    """Shapes and dtypes of arrays, without their shardings."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def with_shardings(tree: PyTree, shardings: Iterable[NamedSharding]) -> PyTree:
+    """Shapes and dtypes of arrays, with a sharding for each leaf."""
+    treedef: PyTreeDef
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(
+        jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding)
+        for x, sharding in zip(leaves, shardings, strict=True)
+    )
+
+
+def typed(tree: PyTree, specs: Iterable[PartitionSpec], mesh: AbstractMesh) -> PyTree:
+    """Shapes of arrays on an Explicit mesh, with a spec for each leaf in its type."""
+    return with_shardings(tree, [NamedSharding(mesh, spec) for spec in specs])
+
+
+def viewed(
+    view: Callable[[PyTree], PyTree], tree: PyTree
+) -> contextlib.AbstractContextManager[None]:
+    """Inside the `with` block, the layout has the leaves of `view(tree)`.
+
+    Types say how these are sharded, as on Explicit axes: with "qkv" on P(None, "data"),
+    a view of its parts has "qkv/q" on P(None, "data"), and so on.
+    """
+    layout = surroundings().layout
+    if layout is None:
+        return contextlib.nullcontext()
+    mesh = explicit(layout.mesh)
+    given = [spec_of(layout, *leaf) for leaf in trees.leaves_with_paths(tree)]
+    with jax.sharding.use_abstract_mesh(mesh):
+        shown = jax.eval_shape(view, typed(tree, given, mesh))
+    by_path = {
+        path: jax.typeof(x).sharding.spec for path, x in trees.leaves_with_paths(shown)
+    }
+    return setting(layout=LayoutByPath(layout.mesh, by_path))
+
+
+def spec_of(layout: LayoutByPath, path: str, x: Array) -> PartitionSpec:
+    """How an array is sharded; everywhere, if nothing with its path fits it.
+
+    Any spec gives the right numbers. A wrong one costs transfers and memory.
+    """
+    spec, sizes = layout.specs.get(path, PartitionSpec()), layout.mesh.shape
+    devices = [specs.devices_over(entry, sizes) for entry in spec]
+    fits = len(spec) == x.ndim and not any(map(operator.mod, x.shape, devices))
+    return spec if fits else PartitionSpec(*[None] * x.ndim)
+
+
+def specs_of(
+    flat: Sequence[tuple[str, Array]],
+) -> tuple[Mesh | AbstractMesh | None, list[PartitionSpec]]:
+    """The mesh of these arrays, or None on one device, and how they are sharded.
+
+    The layout of `on_mesh` says it, or types on Explicit axes show it. Raises a
+    ValueError for an array on a mesh of which neither does.
     """
     check_same_everywhere("orthogonalize", flat)
+    layout = surroundings().layout
+    everywhere = [PartitionSpec(*[None] * x.ndim) for _, x in flat]
     if jax.sharding.get_abstract_mesh().manual_axes:
-        return None
+        return None, everywhere
+    if layout is not None:
+        return layout.mesh, [spec_of(layout, *leaf) for leaf in flat]
     for path, leaf in flat:
         mesh = jax.typeof(leaf).sharding.mesh
         if AxisType.Auto in mesh.axis_types and mesh.size > 1:
@@ -173,4 +236,6 @@ def mesh_of_types(flat: Sequence[tuple[str, Array]]) -> AbstractMesh | None:
                 "jax_muon.on_mesh(tx, where), with jax.tree.map(lambda p: p.sharding, "
                 "params), or with the mesh for replicated parameters"
             )
-    return next((jax.typeof(x).sharding.mesh for _, x in flat if is_explicit(x)), None)
+    shardings = [jax.typeof(x).sharding for _, x in flat]
+    meshes = [x.mesh for x in shardings if AxisType.Explicit in x.mesh.axis_types]
+    return (meshes[0], [x.spec for x in shardings]) if meshes else (None, everywhere)

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -97,12 +97,27 @@ def needed(jaxpr: Jaxpr) -> Jaxpr:
     return partial_eval.dce_jaxpr(jaxpr, every, instantiate=True)[0]
 
 
-def marked(x: Array, name: str) -> Array:
-    """The array, with a name that `uses_of_layers` finds."""
-    return checkpoint_name(x, _MARK + name)
+class Mark(NamedTuple):
+    """Of a leaf of a call of `scan_layers`: (0, 1) is leaf 1 of the first call."""
+
+    call: int
+    leaf: int
 
 
-_MARK = "jax_muon "
+def marked(x: Array, mark: Mark) -> Array:
+    """The array, with a mark that `uses_of_layers` finds."""
+    return checkpoint_name(x, f"{_MARK}{mark.call} {mark.leaf}")
+
+
+def _mark(eqn: JaxprEqn) -> Mark | None:
+    """The mark that an operation puts on its operand, or None."""
+    name = str(eqn.params.get("name"))
+    if not name.startswith(_MARK):
+        return None
+    return Mark(*map(int, name.removeprefix(_MARK).split()))
+
+
+_MARK = "jax_muon leaf "
 # Operations whose result is a part, a copy or a cast of their operand.
 _MOVES = {
     *("convert_element_type", "copy", "name", "optimization_barrier"),
@@ -125,7 +140,7 @@ def operations(jaxpr: Jaxpr) -> list[str]:
 class LayerUse:
     """A use of stacked layers: by what has a mark, or by another operation."""
 
-    mark: str  # the name of `marked`, or ""
+    mark: Mark | None
     operation: str
     line: str = ""
 
@@ -145,7 +160,7 @@ def uses_of_layers(jaxpr: Jaxpr, inputs: Sequence[Var]) -> list[list[LayerUse]]:
     leaf_of: dict[Operand, int] = {v: leaf for leaf, v in enumerate(inputs)}
     for leaf in _follow_layers(jaxpr, leaf_of, [*map(shape_of, inputs)], uses, ()):
         if leaf is not None:
-            uses[leaf].append(LayerUse("", "the result"))
+            uses[leaf].append(LayerUse(None, "the result"))
     return uses
 
 
@@ -170,8 +185,7 @@ def _follow_layers(
         used = {leaf for leaf in taken if leaf is not None}
         if not used:
             continue
-        name, kind = str(eqn.params.get("name")), eqn.primitive.name
-        mark = name.removeprefix(_MARK) if name.startswith(_MARK) else ""
+        kind, mark = eqn.primitive.name, _mark(eqn)
         is_move = kind in _MOVES and not mark
         # The condition of a `while` may take as many operands as the loop.
         function = None if mark or is_move or kind == "while" else called(eqn)

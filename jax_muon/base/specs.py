@@ -5,7 +5,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon.base import checks
 
@@ -87,7 +87,7 @@ def finer(
 
 
 def spelled(
-    mesh: Mesh, spec: PartitionSpec, memory_kind: str | None = None
+    mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None = None
 ) -> NamedSharding:
     """The sharding, spelled as JAX spells it for results of jit.
 

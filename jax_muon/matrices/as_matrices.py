@@ -14,7 +14,7 @@ import optax
 from jax.tree_util import KeyPath, PyTreeDef
 from jaxtyping import Array, PyTree
 
-from jax_muon.base import checks, facts, trees
+from jax_muon.base import array_types, checks, facts, trees
 from jax_muon.matrices.find import Reading, check_reading, resolve
 from jax_muon.matrices.matrices import Parameter
 from jax_muon.matrices.rules import warn_of_labels
@@ -151,7 +151,10 @@ def _viewed(
         shown, undos = _shown(updates, view)
         if params is not None:
             params, _ = _shown(params, view)
-        stepped, state = checks.checked_update(tx, shown, state, params, **extra_args)
+        with array_types.viewed(lambda tree: _shown(tree, view)[0], updates):
+            stepped, state = checks.checked_update(
+                tx, shown, state, params, **extra_args
+            )
         boxes, treedef = _flat(updates)
         parts = treedef.flatten_up_to(stepped)
         leaves = [undo(part) for undo, part in zip(undos, parts, strict=True)]

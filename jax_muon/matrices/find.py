@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from jax_muon.base import checks, trees
-from jax_muon.base.array_types import on_users_axes
+from jax_muon.base.array_types import on_users_axes, shapes_of
 from jax_muon.matrices.heads import heads_apart
 from jax_muon.matrices.joins import Joins, with_joins
 from jax_muon.matrices.matrices import (
@@ -155,9 +155,8 @@ def resolve(matrices: Reading, tree: PyTree) -> Matrices:
     """
     found = matrices
     if trees.is_function(matrices):
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
         with on_users_axes():  # a loss may not know Explicit axes
-            found = matrices(shapes)
+            found = matrices(shapes_of(tree))
         check_reading("matrices(params)", found)
     if not isinstance(found, Matrices):
         found = find_matrices(tree, rules=found)

@@ -1,1 +1,1 @@
-"""Optimizers and train steps on a mesh: shardings, owners, transfers."""
+"""Optimizers and train steps on a mesh: layouts, stacks, transfers."""

@@ -13,9 +13,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jax_muon.base.array_types import setting
 from jax_muon.base.dtypes import wide
-from jax_muon.mesh.communicator import Communicator, Scans
+from jax_muon.mesh.communicator import Communicator, Scans, scanning
 
 # The loss of one device's microbatch, and its weight.
 Loss = Callable[..., tuple[Array, tuple[Array | None, PyTree, PyTree]]]
@@ -96,7 +95,7 @@ def _mean(
             part = jax.tree.map(
                 lambda x, i=i: x.reshape(parts, len(x) // parts, *x.shape[1:])[i], batch
             )
-            with setting(scans=scans):
+            with scanning(scans):
                 value, (weight, _, _) = loss(params, part, *others)
             pairs.append((wide(value), jnp.ones(()) if weight is None else weight))
         values, weights = (jnp.stack(x) for x in zip(*pairs, strict=True))

@@ -1,7 +1,9 @@
 """Gathers and sums of sharded arrays over mesh axes, inside shard_map."""
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 from jax import Array
@@ -9,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_muon.base.dtypes import sent_dtype, wide
+from jax_muon.base.jaxprs import Mark
 from jax_muon.base.specs import only, spec_names
 
 
@@ -61,15 +64,34 @@ class Scans:
     """The calls of `scan_layers` in the loss of a train step, while it is traced.
 
     A step traces its loss twice. First all parameters are whole, and every leaf of
-    every call is marked with a number: "0 1" is leaf 1 of call 0. The step sees which
-    parameter comes with each number, and gives its spec to the second trace.
+    every call is marked. The step sees which parameter comes with each mark, and gives
+    its spec to the second trace.
     """
 
     comm: Communicator
-    specs: Mapping[str, PartitionSpec]  # of layers, by number; {} at first
+    specs: Mapping[Mark, PartitionSpec]  # of one layer; {} at first
     calls: int = 0
 
-    def numbers(self, leaves: int) -> list[str]:
-        """The numbers of the leaves of the next call."""
+    def marks(self, leaves: int) -> list[Mark]:
+        """The marks of the leaves of the next call."""
         self.calls += 1
-        return [f"{self.calls - 1} {leaf}" for leaf in range(leaves)]
+        return [Mark(self.calls - 1, leaf) for leaf in range(leaves)]
+
+
+# In the loss of a train step; None elsewhere.
+_scans = contextvars.ContextVar[Scans | None]("jax_muon_scans", default=None)
+
+
+def current_scans() -> Scans | None:
+    """Of the train step whose loss is being traced, or None."""
+    return _scans.get()
+
+
+@contextlib.contextmanager
+def scanning(scans: Scans) -> Iterator[None]:
+    """Inside the `with` block, `scan_layers` belongs to a train step."""
+    token = _scans.set(scans)
+    try:
+        yield
+    finally:
+        _scans.reset(token)

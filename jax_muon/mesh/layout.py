@@ -13,7 +13,7 @@ from jax.tree_util import PyTreeDef
 from jaxtyping import PyTree
 
 from jax_muon.base import checks, facts, trees
-from jax_muon.base.array_types import own_sharding
+from jax_muon.base.array_types import own_sharding, shapes_of
 from jax_muon.base.specs import (
     AxisName,
     checked_axes,
@@ -44,12 +44,36 @@ class Placed:
     param_specs: list[PartitionSpec]  # with an entry for each axis, like the others
     state_specs: list[PartitionSpec]  # of gradients and state
     memory_kinds: list[str | None]  # of parameters and updates; None: a device's memory
+    shapes: list[tuple[int, ...]]
+    divide: tuple[str, ...]  # mesh axes that divide gradients and state further
 
     @property
     def shardings(self) -> list[NamedSharding]:
         """Of the parameters, as JAX spells them."""
         spell = functools.partial(spelled, self.mesh)
         return list(map(spell, self.param_specs, self.memory_kinds))
+
+    @property
+    def by_path(self) -> dict[str, PartitionSpec]:
+        """How gradients are sharded."""
+        return dict(zip(self.paths, self.state_specs, strict=True))
+
+    def spec_by_path(self, path: str, shape: tuple[int, ...]) -> PartitionSpec:
+        """The spec of an array of state, where its type does not show it.
+
+        Of 0/mu/blocks/up, that of the parameter blocks/up, if it has this shape; else
+        the one of all parameters of this shape. Without such, and if these are sharded
+        in several ways, the array is everywhere.
+        """
+        rows = zip(self.paths, self.shapes, self.state_specs, strict=True)
+        known = {(path, like): spec for path, like, spec in rows}
+        ends = path
+        while ends and (ends, shape) not in known:
+            ends = ends.partition("/")[2]
+        if ends:
+            return known[ends, shape]
+        alike = {spec for (_, like), spec in known.items() if like == shape}
+        return alike.pop() if len(alike) == 1 else PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +97,13 @@ class Layout:
         divided = checked_axes("divide", self.divide, mesh)
         divided = tuple(name for name in divided if mesh.shape[name] > 1)
         read = self.read(tree) if divided else {}
-        placed = Placed(mesh, [], [], [], [])
+        placed = Placed(mesh, [], [], [], [], [], divided)
         for path, x, sharding in rows:
             spec = full_rank(sharding.spec, path, x.shape, mesh)
             names = divided if x.size >= self.min_size else ()
             last = read[path].divided_last if path in read else ()
             placed.paths.append(path)
+            placed.shapes.append(tuple(x.shape))
             placed.param_specs.append(spec)
             placed.state_specs.append(finer(spec, x.shape, names, mesh.shape, last))
             kind = sharding.memory_kind
@@ -163,8 +188,7 @@ def readings(tx: optax.GradientTransformation) -> Callable[[PyTree], Readings]:
         return facts.eval_shape(tx.init, treedef.unflatten(shapes))[1][Read].leaves
 
     def read(tree: PyTree) -> Readings:
-        leaves, treedef = jax.tree.flatten(tree)
-        shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+        shapes, treedef = jax.tree.flatten(shapes_of(tree))
         return read_shapes(treedef, *shapes)
 
     return read

@@ -1,30 +1,29 @@
 """Run an optimizer on a mesh, with state sharded more finely than the parameters.
 
-Inside `on_mesh` all arrays are on Explicit mesh axes. Zeros, sums and means keep the
-sharding that their types show, and `orthogonalize` reads it there. So ZeRO-2 needs no
-more code: gradients and state come in sharded over more mesh axes than the
-parameters, and updates go out sharded like these.
+Inside `on_mesh` all mesh axes are Auto: gradients, parameters and state are sharded as
+the layout says, and XLA divides all elementwise work alike. So any transform of global
+arrays runs there, and ZeRO-2 needs no more code: gradients and state come in sharded
+over more mesh axes than the parameters, and updates go out sharded like these. Only
+`orthogonalize` needs whole matrices, and asks the layout where their parts are.
 """
 
-import contextlib
-import itertools
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from jax_muon.base import array_types, checks, facts
+from jax_muon.base import array_types, checks, facts, trees
 from jax_muon.base.dtypes import sent_dtype
-from jax_muon.base.specs import AxisName, dividing, spelled
-from jax_muon.mesh import hardware, wrappers, xla_options
+from jax_muon.base.specs import AxisName, spelled
+from jax_muon.mesh import xla_options
 from jax_muon.mesh.layout import MIN_SIZE, Layout, Placed, Where, readings
 
 Updated = tuple[optax.Updates, optax.OptState]
@@ -35,7 +34,6 @@ def on_mesh(
     where: Where,
     *,
     divide: AxisName = (),
-    devices_per_host: int | None = None,
     min_size: int = MIN_SIZE,
     gather_dtype: DTypeLike | None = None,
 ) -> "OnMesh":
@@ -55,9 +53,6 @@ def on_mesh(
       divide: mesh axes that shard gradients and state further (ZeRO-2, arXiv
         1910.02054), along the first axis of a leaf that they divide evenly; an axis of
         layers comes last. Leaves without one stay as they are; `describe` shows them.
-      devices_per_host: number of neighbours on the mesh with fast links among them,
-        such as the GPUs of a host. They may share the work on a matrix. None: the
-        devices of a slice, if the mesh has several of one size, or else 8.
       min_size: leaves of fewer elements are not divided; their gradients are summed.
       gather_dtype: dtype in which updates, and in `make_train_step` parameters, are
         sent; None for their own.
@@ -86,11 +81,9 @@ def on_mesh(
       True
     """
     tx = checks.as_transform("tx", tx)
-    if devices_per_host is not None:
-        checks.check_count("devices_per_host", devices_per_host)
     checks.check_float_dtype("gather_dtype", gather_dtype)
     layout = Layout(where, divide, min_size, readings(tx))
-    optimizer = MeshOptimizer(tx, layout, gather_dtype, devices_per_host)
+    optimizer = MeshOptimizer(tx, layout, gather_dtype)
     transform = OnMesh(optimizer.init, optimizer.update)
     transform.optimizer = optimizer
     return transform
@@ -134,8 +127,8 @@ class OnMesh(optax.GradientTransformationExtraArgs):
         return xla_options.choose(placed, jax.tree.leaves(params), scans, axis)
 
 
-class OnMeshes(list[tuple["MeshOptimizer", Placed]]):
-    """Each `on_mesh` that was traced, with the specs of its leaves, for tools."""
+class OnMeshes(list[tuple[Placed, "StateTypes"]]):
+    """Of each `on_mesh` that was traced: its leaves and its state, for tools."""
 
 
 class MeshOptimizer:
@@ -146,16 +139,10 @@ class MeshOptimizer:
         tx: optax.GradientTransformation,
         layout: Layout,
         gather_dtype: DTypeLike | None,
-        devices_per_host: int | None,
     ) -> None:
         """Nothing is traced yet."""
         self.tx, self.layout, self.gather_dtype = tx, layout, gather_dtype
-        self._devices_per_host = devices_per_host
         self._jitted = {x: jax.jit(x) for x in (self._init, self._update)}
-
-    def devices_per_host(self, mesh: Mesh) -> int:
-        """As the user says, or as the mesh shows."""
-        return self._devices_per_host or hardware.devices_per_host(mesh)
 
     def init(self, params: optax.Params) -> optax.OptState:
         """State of these parameters, sharded further than they are."""
@@ -164,9 +151,12 @@ class MeshOptimizer:
 
     def _init(self, params: optax.Params) -> optax.OptState:
         placed = self.layout.place(params)
-        with self._explicit_axes(placed.mesh):
-            state = self.tx.init(_reshard(on_devices(params), placed.state_specs))
-        return _on_users_axes(state, placed.mesh)
+        types = state_types(self.tx, params, placed, placed.state_specs)
+
+        def init(params: optax.Params) -> optax.OptState:
+            return self.tx.init(_constrained(params, placed.state_specs))
+
+        return _on_auto_axes(init, placed, (on_devices(params),), types.specs)
 
     def update(
         self,
@@ -204,125 +194,182 @@ class MeshOptimizer:
         params: PyTree,
         **extra: Any,
     ) -> Updated:
-        """As `update`, inside jit, with parameters where `placed` says."""
-        like = updates if params is None else params
+        """As `update`, inside jit, with parameters where `placed` says.
+
+        1. check: the gradients and the state belong to these parameters;
+        2. enter: gradients, parameters and state are sharded as the layout says;
+        3. update: `tx` runs on these global arrays;
+        4. leave: updates are gathered to where the parameters are, state stays.
+        """
+        # 1. Check.
         checks.check_gradients(updates, params)
-        facts.note(OnMeshes).append((self, placed))
-        expected = self._typed_state(like, placed)
-        checks.check_state(state, expected)
-        typed = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(expected)]
-        again = [] if params is None else placed.state_specs
+        like = updates if params is None else params
+        types = state_types(self.tx, like, placed, placed.state_specs)
+        facts.note(OnMeshes).append((placed, types))
+        checks.check_state(state, types.shapes)
+        arrays, others = array_types.arrays_and_others(extra)
+
+        def update(
+            updates: PyTree, state: PyTree, params: PyTree, arrays: PyTree
+        ) -> Updated:
+            # 2. Enter: under ZeRO-2 on 8 devices, a gradient (768, 3072) that each
+            # device has a part of the sum of becomes shards (96, 3072) of the sum.
+            updates = _constrained(updates, placed.state_specs)
+            if params is not None:
+                params = _constrained(params, placed.state_specs)
+            state = _constrained(state, types.specs)
+            # 3. Update.
+            updates, state = self.tx.update(updates, state, params, **others, **arrays)
+            # 4. Leave; state is constrained by `_on_auto_axes`.
+            return self._gathered(updates, placed), state
+
         kinds = [*placed.memory_kinds, *map(_memory_kind, jax.tree.leaves(state))]
-        with self._explicit_axes(placed.mesh):
-            specs = [*placed.state_specs, *typed, *again]
-            resharded = _reshard(on_devices((updates, state, params)), specs)
-            extra = array_types.replicated(extra)
-            updates, state = self.tx.update(*resharded, **extra)
-            updates = _reshard(updates, placed.param_specs, self.gather_dtype)
-            state = _reshard(state, typed)
-        return _on_users_axes((updates, state), placed.mesh, kinds)
+        args = *on_devices((updates, state, params)), arrays
+        specs = [*placed.param_specs, *types.specs]
+        return cast(Updated, _on_auto_axes(update, placed, args, specs, kinds))
+
+    def _gathered(self, updates: PyTree, placed: Placed) -> PyTree:
+        """Updates sharded like the parameters, which devices send in `gather_dtype`."""
+        treedef: PyTreeDef
+        leaves, treedef = jax.tree.flatten(updates)
+        rows = zip(leaves, placed.state_specs, placed.param_specs, strict=True)
+        sent = [
+            x if old == new else x.astype(sent_dtype(x.dtype, self.gather_dtype))
+            for x, old, new in rows
+        ]
+        sent = _constrained(sent, placed.state_specs)
+        sent = _constrained(sent, placed.param_specs)
+        return treedef.unflatten(
+            x.astype(like.dtype) for x, like in zip(sent, leaves, strict=True)
+        )
 
     def abstract(self, params: optax.Params) -> tuple[optax.Params, optax.OptState]:
         """Shapes, dtypes and shardings of the parameters and of the state."""
         params = checks.as_arrays("params", params)
         placed = self.layout.place(params)
-        state = self._typed_state(params, placed)
-        shapes = with_shardings(params, placed.shardings)
-        return shapes, with_shardings(state, _shown(state, placed.mesh))
-
-    def _typed_state(self, params: optax.Params, placed: Placed) -> optax.OptState:
-        """The state's types; JAX remembers them, and a step does not trace `init`."""
-        with self._explicit_axes(placed.mesh):
-            return jax.eval_shape(
-                self.tx.init, typed(params, placed, placed.state_specs)
-            )
-
-    @contextlib.contextmanager
-    def _explicit_axes(self, mesh: Mesh) -> Iterator[None]:
-        """Inside, types of arrays show how they are sharded."""
-        if len(set(mesh.axis_types)) > 1:
-            raise ValueError(
-                f"a mesh whose axes {mesh.axis_names} are {mesh.axis_types}; expected "
-                "Auto for all, or Explicit for all"
-            )
-        if array_types.surroundings().users_mesh is not None:
-            raise ValueError(
-                "on_mesh inside of on_mesh; expected one, around all other transforms"
-            )
-        known = {
-            "users_mesh": jax.sharding.get_abstract_mesh(),
-            "devices_per_host": self.devices_per_host(mesh),
-        }
-        on = jax.sharding.use_abstract_mesh(_explicit_mesh(mesh))
-        with array_types.setting(**known), on:
-            try:
-                yield
-            except Exception as error:
-                _explain(error)
-                raise
+        types = state_types(self.tx, params, placed, placed.state_specs)
+        shapes = array_types.with_shardings(params, placed.shardings)
+        return shapes, types.on(placed.mesh)
 
 
-def typed(params: PyTree, placed: Placed, specs: Sequence[PartitionSpec]) -> PyTree:
-    """Shapes of parameters, with specs in their types."""
-    mesh = _explicit_mesh(placed.mesh)
-    return with_shardings(params, [NamedSharding(mesh, spec) for spec in specs])
+class StateTypes(NamedTuple):
+    """What is known of the state of an optimizer before there is any."""
+
+    shapes: PyTree
+    specs: list[PartitionSpec]  # of its leaves
+    typed: bool  # False if JAX cannot type `init`, and paths and shapes decide
+
+    def on(self, mesh: Mesh) -> PyTree:
+        """Shapes and dtypes, with shardings."""
+        shardings = (spelled(mesh, spec) for spec in self.specs)
+        return array_types.with_shardings(self.shapes, shardings)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Paths of arrays that are everywhere, as nothing shows how to shard them."""
+        rows = zip(trees.leaves_with_paths(self.shapes), self.specs, strict=True)
+        whole = [path for (path, x), spec in rows if x.size > 1 and not any(spec)]
+        return [] if self.typed else whole
 
 
-def with_shardings(tree: PyTree, shardings: Iterable[NamedSharding]) -> PyTree:
-    """Shapes and dtypes of arrays, with a sharding for each leaf."""
-    treedef: PyTreeDef
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(
-        jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding)
-        for x, sharding in zip(leaves, shardings, strict=True)
+def state_types(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    placed: Placed,
+    specs: Sequence[PartitionSpec],
+) -> StateTypes:
+    """The state of parameters that are sharded by these specs, one for each leaf.
+
+    On Explicit axes types show it: of a parameter f32[768,3072@data], momentum has the
+    same type, a mean over the last axis f32[768]. JAX cannot type all that an `init`
+    may do; then the path and the shape of each array decide, and if they leave a
+    choice, every device has all of it. JAX remembers the types.
+    """
+    mesh, outside = array_types.explicit(placed.mesh), jax.sharding.get_abstract_mesh()
+    with array_types.setting(users_mesh=outside):
+        try:
+            with jax.sharding.use_abstract_mesh(mesh):
+                types = array_types.typed(params, specs, mesh)
+                state = jax.eval_shape(tx.init, types)
+            found = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(state)]
+            return StateTypes(state, found, True)
+        except Exception:  # an error that is not about types comes again
+            state = jax.eval_shape(tx.init, array_types.shapes_of(params))
+    flat = trees.leaves_with_paths(state)
+    return StateTypes(
+        state, [placed.spec_by_path(path, jnp.shape(x)) for path, x in flat], False
     )
 
 
-def typed_state(tx: optax.GradientTransformation, params: PyTree, on: Placed) -> PyTree:
-    """Types of the state of any transform, one around `on_mesh` say, on its mesh."""
-    with jax.sharding.use_abstract_mesh(_explicit_mesh(on.mesh)):
-        return jax.eval_shape(tx.init, typed(params, on, on.param_specs))
-
-
-def _outer_mesh(mesh: Mesh) -> AbstractMesh:
-    """The mesh of the context if all its axes are Explicit, or else the user's."""
-    context = jax.sharding.get_abstract_mesh()
-    kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
-    inside = all(kinds.get(name) == AxisType.Explicit for name in mesh.axis_names)
-    return context if inside else mesh.abstract_mesh
-
-
-def _explicit_mesh(mesh: Mesh) -> AbstractMesh:
-    kinds = dict.fromkeys(mesh.axis_names, AxisType.Explicit)
-    return _outer_mesh(mesh).update_axis_types(kinds)
-
-
-def _shown(tree: PyTree, mesh: Mesh) -> list[NamedSharding]:
-    """How the leaves are sharded, as their types show."""
-    return [spelled(mesh, jax.typeof(x).sharding.spec) for x in jax.tree.leaves(tree)]
-
-
-def _on_users_axes(
-    tree: PyTree, mesh: Mesh, kinds: Sequence[str | None] | None = None
-) -> PyTree:
-    """Arrays on the user's kind of axes, sharded as their types show.
-
-    They go to these kinds of memory, one for each leaf; None is a device's.
-    """
+def _constrained(tree: PyTree, specs: Sequence[PartitionSpec]) -> PyTree:
+    """The tree sharded by these specs, inside `_on_auto_axes`."""
     treedef: PyTreeDef
     leaves, treedef = jax.tree.flatten(tree)
-    shardings, outer = _shown(leaves, mesh), _outer_mesh(mesh)
-    if outer != _explicit_mesh(mesh):
-        with jax.sharding.use_abstract_mesh(outer):
-            leaves = jax.reshard(leaves, PartitionSpec())  # types say nothing again
-    elif AxisType.Auto in mesh.axis_types:
-        return tree  # in a user's own explicit_axes
-    # The only way to name the devices that works on both kinds of axes.
-    leaves = jax.jit(lambda x: x, out_shardings=shardings)(leaves)
-    rows = zip(leaves, shardings, kinds or [None] * len(leaves), strict=True)
+    layout = array_types.surroundings().layout
+    assert layout is not None
+    shardings = [NamedSharding(layout.mesh, spec) for spec in specs]
+    return treedef.unflatten(map(jax.lax.with_sharding_constraint, leaves, shardings))
+
+
+def _on_auto_axes(
+    function: Callable[..., PyTree],
+    placed: Placed,
+    args: Sequence[PyTree],
+    specs: Sequence[PartitionSpec],
+    kinds: Sequence[str | None] | None = None,
+) -> PyTree:
+    """Results of a function that runs on Auto axes, on the user's kind of axes.
+
+    They are sharded by these specs, and go to these kinds of memory, one for each leaf;
+    None is a device's.
+    """
+    users_axes = placed.mesh.axis_types
+    if len({*users_axes}) > 1:
+        raise ValueError(
+            f"a mesh whose axes {placed.mesh.axis_names} are {users_axes}; expected "
+            "Auto for all, or Explicit for all"
+        )
+    if array_types.surroundings().layout is not None:
+        raise ValueError(
+            "on_mesh inside of on_mesh; expected one, around all other transforms"
+        )
+    outside = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in users_axes:
+        outside = placed.mesh.abstract_mesh
+    # True for a mesh with Auto axes, too, in a user's own `explicit_axes`.
+    is_explicit = AxisType.Explicit in outside.axis_types
+    treedef: PyTreeDef = jax.tree.structure(None)
+
+    def run(*args: PyTree) -> list[Array]:
+        nonlocal treedef
+        # Devices that are named on Auto axes would be those of all other results, too.
+        mesh = jax.sharding.get_abstract_mesh() if is_explicit else placed.mesh
+        layout = array_types.LayoutByPath(mesh, placed.by_path)
+        with array_types.setting(layout=layout, users_mesh=outside):
+            leaves, treedef = jax.tree.flatten(function(*args))
+            return cast(list[Array], _constrained(leaves, specs))
+
+    if is_explicit:
+        try:
+            with jax.sharding.use_abstract_mesh(outside):
+                leaves = jax.sharding.auto_axes(run, out_sharding=list(specs))(*args)
+        except ValueError as error:
+            if "aval mesh" not in str(error):
+                raise
+            raise ValueError(  # an array that is still on Explicit axes
+                "the optimizer inside on_mesh uses an array that is no argument of its "
+                f"update, on a mesh with Explicit axes ({error}); if it is a rate of "
+                "optax.inject_hyperparams, use "
+                "on_mesh(optax.inject_hyperparams(...)(...), where)"
+            ) from error
+    else:
+        leaves = run(*args)
+    spell = functools.partial(spelled, placed.mesh)
+    if AxisType.Explicit in users_axes:  # the only way to name the devices
+        leaves = jax.jit(lambda x: x, out_shardings=list(map(spell, specs)))(leaves)
+    rows = zip(leaves, specs, kinds or [None] * len(leaves), strict=True)
     return treedef.unflatten(
-        jax.device_put(x, sharding.with_memory_kind(kind)) if kind else x
-        for x, sharding, kind in rows
+        jax.device_put(x, spell(spec, kind)) if kind else x for x, spec, kind in rows
     )
 
 
@@ -341,49 +388,3 @@ def on_devices(tree: PyTree) -> PyTree:
 def _is_jitted() -> bool:
     """True under jit, where every new array is a tracer; not in an eager `jax.grad`."""
     return isinstance(jnp.zeros(()), jax.core.Tracer)
-
-
-def _reshard(
-    tree: PyTree, specs: Sequence[PartitionSpec], dtype: DTypeLike | None = None
-) -> PyTree:
-    """Reshard arrays to these specs; those that change are sent in `dtype`."""
-    leaves, treedef = jax.tree.flatten(tree)
-    moved = []
-    for x, spec in zip(leaves, specs, strict=True):
-        old = jax.typeof(x).sharding
-        before, after = (dividing(s, old.mesh.shape) for s in (old.spec, spec))
-        # Without a dtype no cast: it would strip a weak type, on the wrong axes.
-        travels = dtype is not None and before != after
-        sent = x.astype(sent_dtype(x.dtype, dtype)) if travels else x
-        moved.append(jax.reshard(sent, spec).astype(x.dtype))
-    return jax.tree.unflatten(treedef, moved)
-
-
-def _explain(error: Exception) -> None:
-    """Say what to write instead, for two things that JAX rejects on Explicit axes."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if type(error).__name__ == "ShardingTypeError":  # a type that JAX keeps to itself
-        codes = (frame.f_code for frame in frames)
-        calls = [x.co_qualname for x in codes if x.co_name in ("init_fn", "update_fn")]
-        name = calls[-1].partition(".")[0] if calls else "a transform"
-        raise ValueError(
-            f"{name} inside on_mesh does something with sharded arrays that JAX "
-            f"refuses on Explicit axes ({error}); expected it wrapped, as "
-            f"jax_muon.on_auto_axes({name}(...)): XLA then chooses the sharding"
-        ) from error
-    # All that a transform gets is on Explicit axes, but within `on_auto_axes`. So an
-    # array on Auto axes, such as `learning_rate` in `scale_by_learning_rate`, is none.
-    for frame in itertools.takewhile(
-        lambda frame: frame.f_code.co_filename != wrappers.__file__, frames
-    ):
-        module = str(frame.f_globals.get("__name__"))
-        in_transform = module != __name__ and module.partition(".")[0] != "jax"
-        for name, x in frame.f_locals.items() if in_transform else ():
-            is_array = isinstance(x, jax.Array)
-            if is_array and AxisType.Auto in jax.typeof(x).sharding.mesh.axis_types:
-                raise ValueError(
-                    f"the optimizer inside on_mesh uses {name!r}, an array that is no "
-                    f"argument of its update ({error}); if it is a rate of "
-                    "optax.inject_hyperparams, expected it inside: "
-                    "on_mesh(optax.inject_hyperparams(...)(...), mesh)"
-                ) from error

@@ -24,7 +24,6 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from jax_muon.base import checks, jaxprs
-from jax_muon.base.array_types import surroundings
 from jax_muon.base.dtypes import wide
 from jax_muon.base.specs import (
     AxisName,
@@ -36,7 +35,7 @@ from jax_muon.base.specs import (
     only,
     spec_names,
 )
-from jax_muon.mesh.communicator import Communicator
+from jax_muon.mesh.communicator import Communicator, current_scans
 from jax_muon.mesh.layout import MIN_SIZE, Layout, Shaped, Where
 
 Function = Callable[..., PyTree]
@@ -103,11 +102,11 @@ def scan_layers(
         checks.refuse("first axes of layers", sorted(lengths), expected)
     treedef: PyTreeDef
     flat, treedef = jax.tree.flatten(layers)
-    scans = surroundings().scans
+    scans = current_scans()
     if scans:
-        comm, specs, numbers = scans.comm, scans.specs, scans.numbers(len(flat))
-        layer_specs = grad_specs = [specs.get(x, PartitionSpec()) for x in numbers]
-        flat = list(map(jaxprs.marked, flat, numbers))
+        comm, specs, marks = scans.comm, scans.specs, scans.marks(len(flat))
+        layer_specs = grad_specs = [specs.get(x, PartitionSpec()) for x in marks]
+        flat = list(map(jaxprs.marked, flat, marks))
     elif shardings is None:
         return _plain_scan(block, carry, layers)
     else:
@@ -181,7 +180,8 @@ def _layer_specs(
         if any(only(spec, names)[:1]):
             raise ValueError(
                 f"layers at {path!r} with {spec} are divided along the axis of layers; "
-                "expected another axis, so that each device has a part of every layer"
+                "use shardings along another axis, as jax_muon.fsdp makes them: then "
+                "each device has a part of every layer"
             )
         spec = dividing(PartitionSpec(*spec[1:]), sizes)
         divided = names if x.size >= MIN_SIZE else ()
@@ -193,11 +193,18 @@ def _layer_specs(
 def _exchange(
     comm: Communicator, leaves: Sequence[Leaf], in_step: bool
 ) -> tuple[Function, ...]:
-    """How a device gathers an array over these mesh axes, and scatters its gradient.
+    """How a device gathers a layer over these mesh axes, and scatters its gradient.
 
-    If devices repeat shards, the sum over these, between hosts, comes a layer later:
-    with experts on 1024 GPUs products then wait 34 ms less. Outside of a step the
-    shard_map sums a gradient over the axes that do not divide it.
+    Three functions of one leaf. On 8 hosts with 8 GPUs each, P("gpu", None) and
+    gradients P(("gpu", "host"), None):
+
+      gather:         a shard (512, 14336) becomes the layer (4096, 14336);
+      over_shards:    its gradient becomes (512, 14336) of the sum over the host;
+      over_replicas:  that becomes (64, 14336) of the sum over all hosts.
+
+    The last one is there only if devices repeat shards. It comes a layer later, since
+    it goes between hosts: with experts on 1024 GPUs products then wait 34 ms less.
+    Outside of a step the shard_map sums a gradient over the axes that do not divide it.
     """
     mesh, names = comm.mesh, comm.axes
 
@@ -248,13 +255,23 @@ def _beside(
 def _scan(
     run: Function, gather: Function, scatters: Sequence[Function], results: PyTree
 ) -> Function:
-    """A scan over layers, of (consts, carry, shards, divided).
+    """A scan over layers with a derivative written by hand.
 
-    `run` maps (consts, carry, layer) to (carry, ys), with shapes as `results`. The
-    shards come again, divided as gradients are to be: by a stage of `scatters` each.
+    For 12 layers of one weight (768, 3072) on 8 devices, it is a function of
+
+      consts:   what the block closes over, such as a mask (1024, 1024);
+      carry:    samples of this device (2, 1024, 768);
+      shards:   of all layers [(12, 96, 3072)];
+      divided:  the same again, as their gradients are to be divided. Over 2 hosts that
+                repeat the shards, that is [(12, 48, 3072)].
+
+    Args:
+      run: maps (consts, carry, layer) to (carry, ys), with a layer [(768, 3072)].
+      gather: maps shards of one layer [(96, 3072)] to the layer.
+      scatters: one after another, map its gradient [(768, 3072)] to [(96, 3072)], and
+        that to [(48, 3072)].
+      results: shapes of (carry, ys).
     """
-    # For 12 layers (768, 3072) on 8 devices: shards [(12, 96, 3072)] of all layers,
-    # and a gathered layer [(768, 3072)].
 
     def layer_at(shards: list[Array], i: ArrayLike) -> list[Array]:
         i = jnp.clip(i, 0, len(shards[0]) - 1)  # beyond an end, the last one there
@@ -268,6 +285,7 @@ def _scan(
         pull.args_res[2] = None
         return outputs, pull
 
+    # Forward: gather layer i + 1, run layer i.
     def forward(run_layer: Function, *args: PyTree) -> tuple[PyTree, PyTree]:
         consts, carry, shards, _ = args
 
@@ -281,6 +299,8 @@ def _scan(
         (carry, last), (ys, saved) = jax.lax.scan(step, start, numbers)
         return (carry, ys), (saved, last, args)
 
+    # Backward, from the last layer to the first: scatter the gradient of layer i + 1,
+    # gather layer i - 1, pull the cotangents back through layer i.
     def backward(residuals: PyTree, cotangents: PyTree) -> tuple[PyTree, ...]:
         saved, last, (consts, _, shards, divided) = residuals
         d_carry, d_ys = _reals(cotangents)

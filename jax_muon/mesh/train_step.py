@@ -28,14 +28,15 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from jax_muon.base import checks, jaxprs, trees
-from jax_muon.base.array_types import setting
+from jax_muon.base.array_types import with_shardings
 from jax_muon.base.dtypes import is_key, wide
+from jax_muon.base.jaxprs import Mark
 from jax_muon.base.specs import dividing
 from jax_muon.mesh import xla_options
 from jax_muon.mesh.check_loss import check_loss
-from jax_muon.mesh.communicator import Communicator, Scans
+from jax_muon.mesh.communicator import Communicator, Scans, scanning
 from jax_muon.mesh.layout import Placed
-from jax_muon.mesh.on_mesh import OnMesh, Updated, on_devices, with_shardings
+from jax_muon.mesh.on_mesh import OnMesh, Updated, on_devices
 
 Step = tuple[optax.Params, optax.OptState, dict[str, PyTree]]  # the last: metrics
 
@@ -120,10 +121,10 @@ class Gathers:
     """Where the parameters of a step are, and what gathers each of them."""
 
     placed: Placed
-    # For each parameter: the number of the leaf of `scan_layers` that gathers it, such
-    # as "0 1"; None if it is gathered before the loss, or not sharded.
-    numbers: list[str | None]
-    layer_specs: dict[str, PartitionSpec]  # of one layer, by those numbers
+    # For each parameter: the mark of the leaf of `scan_layers` that gathers it, such as
+    # Mark(call=0, leaf=1); None if it is gathered before the loss, or not sharded.
+    marks: list[Mark | None]
+    layer_specs: dict[Mark, PartitionSpec]  # of one layer
 
     @property
     def param_specs(self) -> list[PartitionSpec]:
@@ -134,8 +135,8 @@ class Gathers:
     def grad_specs(self) -> list[PartitionSpec]:
         """Specs of gradients; `scan_layers` leaves its own sharded like parameters."""
         placed = self.placed
-        rows = zip(self.numbers, placed.param_specs, placed.state_specs, strict=True)
-        return self._dividing([x if number else y for number, x, y in rows])
+        rows = zip(self.marks, placed.param_specs, placed.state_specs, strict=True)
+        return self._dividing([x if mark else y for mark, x, y in rows])
 
     def _dividing(self, specs: Sequence[PartitionSpec]) -> list[PartitionSpec]:
         return [dividing(spec, self.placed.mesh.shape) for spec in specs]
@@ -211,7 +212,7 @@ class TrainStep:
         """XLA's options for these arguments, or their shapes, which the step uses."""
         del state
         gathers = self.gathers(params, batch, *others)
-        scans = ["scan_layers" if number else "" for number in gathers.numbers]
+        scans = ["scan_layers" if mark else "" for mark in gathers.marks]
         return xla_options.choose(gathers.placed, jax.tree.leaves(params), scans)
 
     def _jit(self, *args: PyTree) -> jax.stages.Wrapped:
@@ -281,12 +282,19 @@ class TrainStep:
     ) -> Gathers:
         """Follow the layers from parameters to the leaves of `scan_layers`.
 
+        1. trace: how does the loss use each parameter?
+        2. match: which specs come to each leaf of `scan_layers`?
+        3. choose: a leaf with one spec gathers its parameter itself;
+        4. warn: of layers that are gathered whole all the same.
+
         Two leaves of one call, and the L2 term uses the first:
-          uses      [[mark "0 0", "mul"], [mark "0 1"]]
-          specs     [P(None, "data"), P(None, "data")]
-          found     {"0 0": {None}, "0 1": {P("data")}}
-          numbers   [None, "0 1"], and a warning of the first
+          uses         [[Mark(0, 0), "mul"], [Mark(0, 1)]]
+          specs        [P(None, "data"), P(None, "data")]
+          specs_at     {Mark(0, 0): {None}, Mark(0, 1): {P("data")}}
+          layer_specs  {Mark(0, 1): P("data")}
+          marks        [None, Mark(0, 1)], and a warning of the first
         """
+        # 1. Trace.
         self._check_batch(placed, batch)
         _warn_of_keys(others)
         whole = Gathers(placed, [None] * len(placed.paths), {})
@@ -294,23 +302,25 @@ class TrainStep:
         if not any(map(any, specs)):
             return whole
         uses = self._uses(placed, params, batch, others)
-        # Of the parameters with each mark: the spec of a layer, or None to gather all.
-        found = collections.defaultdict[str, set[PartitionSpec | None]](set)
+        # 2. Match: the spec of one layer; None for a parameter that is gathered whole.
+        specs_at = collections.defaultdict[Mark, set[PartitionSpec | None]](set)
         for spec, leaf_uses in zip(specs, uses, strict=True):
             held = len(leaf_uses) == 1 and any(spec) and not any(spec[:1])
-            for use in leaf_uses:
-                found[use.mark].add(PartitionSpec(*spec[1:]) if held else None)
+            for mark in (use.mark for use in leaf_uses if use.mark):
+                specs_at[mark].add(PartitionSpec(*spec[1:]) if held else None)
+        # 3. Choose.
         layer_specs = {
             mark: spec
-            for mark, (spec, *others) in found.items()
-            if mark and spec is not None and not others
+            for mark, (spec, *others) in specs_at.items()
+            if spec is not None and not others
         }
-        marks = [leaf_uses[0].mark if leaf_uses else "" for leaf_uses in uses]
-        numbers = [mark if mark in layer_specs else None for mark in marks]
-        for path, spec, leaf_uses, number in zip(
-            placed.paths, specs, uses, numbers, strict=True
+        firsts = [leaf_uses[0].mark if leaf_uses else None for leaf_uses in uses]
+        marks = [mark if mark in layer_specs else None for mark in firsts]
+        # 4. Warn.
+        for path, spec, leaf_uses, by in zip(
+            placed.paths, specs, uses, marks, strict=True
         ):
-            if number is None and any(spec) and any(use.mark for use in leaf_uses):
+            if by is None and any(spec) and any(use.mark for use in leaf_uses):
                 why = f"it is used by {', '.join(map(str, leaf_uses))}"
                 if any(spec[:1]):
                     why = f"it is sharded along its layers, by {spec}"
@@ -319,7 +329,7 @@ class TrainStep:
                     f"once: {why}; expected one scan_layers and nothing else",
                     stacklevel=2,
                 )
-        return Gathers(placed, numbers, layer_specs)
+        return Gathers(placed, marks, layer_specs)
 
     def _uses(
         self, placed: Placed, params: PyTree, batch: PyTree, others: PyTree
@@ -354,7 +364,7 @@ class TrainStep:
         # With a separate axis a trace finds no function that JAX remembers from
         # another one, in which `scan_layers` did something else.
         axis = f"trace {next(_traces)} of jax_muon"
-        with setting(scans=scans):
+        with scanning(scans):
             trace = jax.make_jaxpr(self._loss, axis_env=[(axis, 1)], return_shape=True)
             closed, results = trace(params, part, *others)
         count = len(jax.tree.leaves(params))
@@ -405,15 +415,23 @@ class TrainStep:
         batch: PyTree,
         others: PyTree,
     ) -> tuple[Flat, dict[str, Array], dict[str, PyTree]]:
-        """This device's shard of the mean gradient; maxima; metrics."""
-        comm, numbers = self._communicator(gathers.placed), gathers.numbers
+        """This device's shard of the mean gradient; maxima; metrics.
+
+        With a parameter (768, 3072), sharded P("data", None) over 8 devices:
+
+        1. gather:  shards (96, 3072) become the parameter, or `scan_layers` does that;
+        2. loss:    gradients (768, 3072) of the samples of this device, summed over its
+                    microbatches, and divided by the weight of all;
+        3. scatter: (96, 3072) of the mean over all devices.
+        """
+        # 1. Gather.
+        comm, marks = self._communicator(gathers.placed), gathers.marks
         whole = [
-            x if number else comm.gather(x, spec)
-            for x, spec, number in zip(
-                shards, gathers.param_specs, numbers, strict=True
-            )
+            x if mark else comm.gather(x, spec)
+            for x, spec, mark in zip(shards, gathers.param_specs, marks, strict=True)
         ]
-        count, parts = self._microbatches, self._parts(batch)
+        # 2. Loss.
+        count, parts = self._microbatches, self._parts(batch)  # (count, samples, ...)
         first = jax.tree.map(lambda x: x[0], parts)
 
         def loss(params: Flat, part: PyTree) -> "_Outputs":
@@ -423,28 +441,29 @@ class TrainStep:
             scans = Scans(comm, gathers.layer_specs)
             uses, traced = self._trace(scans, treedef.unflatten(whole), first, others)
             if any(
-                number and [use.mark for use in leaf_uses] != [number]
-                for number, leaf_uses in zip(numbers, uses, strict=True)
+                mark and [use.mark for use in leaf_uses] != [mark]
+                for mark, leaf_uses in zip(marks, uses, strict=True)
             ):
                 raise ValueError(
                     "loss_fn gives other parameters to scan_layers when it is traced "
                     "a second time; expected the same calls in the same order"
                 )
             loss = lambda params, part: traced(params, part, others)  # noqa: E731
-        microbatch = functools.partial(self._microbatch, loss, comm, numbers, whole)
+        microbatch = functools.partial(self._microbatch, loss, comm, marks, whole)
         (total, sums, aux), maxima = (
             microbatch(first) if count == 1 else _sum_over(microbatch, parts, first)
         )
         # A batch in which nothing counts has no gradient.
         value, grads = _times(sums, jnp.where(total == 0, 0, 1 / total))
 
-        def scatter(g: Array, x: Array, spec: PartitionSpec, by: str | None) -> Array:
+        # 3. Scatter.
+        def scatter(g: Array, x: Array, spec: PartitionSpec, by: Mark | None) -> Array:
             kind = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else g.dtype
             if by is None:
                 g = comm.scatter(g / comm.mesh.size, spec, kind, comm.axes)
             return g.astype(x.dtype)
 
-        rows = zip(grads, shards, gathers.grad_specs, numbers, strict=True)
+        rows = zip(grads, shards, gathers.grad_specs, marks, strict=True)
         grads = list(itertools.starmap(scatter, rows))
         maxima = jax.lax.pmax(maxima, comm.axes)
         metrics = {"loss": jax.lax.pmean(value, comm.axes)}
@@ -459,19 +478,29 @@ class TrainStep:
         self,
         loss: Callable[[Flat, PyTree], "_Outputs"],
         comm: Communicator,
-        numbers: list[str | None],
+        marks: list[Mark | None],
         params: Flat,
         part: PyTree,
     ) -> tuple[PyTree, dict[str, Array]]:
         """One microbatch: its weight, this device's part of its mean times that weight.
 
-        The part is not divided by the number of devices yet. With losses (2, 4) and
-        weights (3, 1) on two devices it is (12, 8), each loss times its weight times 2,
-        and 10, the mean of both, over the total weight 4 is the mean loss 2.5.
+        1. run:    the loss of this device's samples, and how to pull a cotangent back;
+        2. share:  this device's weight over the mean weight;
+        3. pull:   the gradient of the loss times the share;
+        4. count:  both times the total weight, so that microbatches can be added up.
+
+        The part is not divided by the number of devices yet. On two devices:
+          value    (2, 4), the mean losses
+          weight   (3, 1), and the total is 4
+          share    (1.5, 0.5)
+          mean     (3, 2), whose mean over devices is the loss, 2.5
+          result   (12, 8), and 10, the mean of both, over the total weight 4 is 2.5
         """
+        # 1. Run.
         value, pull, (weight, aux, maxima) = jax.vjp(
             lambda params: loss(params, part), params, has_aux=True
         )
+        # 2. Share.
         devices, share = comm.mesh.size, cast(Array | float, 1.0)
         total, mean = jnp.asarray(devices, float), wide(value)
         if weight is not None:
@@ -481,21 +510,23 @@ class TrainStep:
             total = jax.lax.psum(weight, comm.axes)
             share = weight * devices / jnp.where(total == 0, 1, total)
             mean = jnp.where(weight == 0, 0, mean * share)
+        # 3. Pull.
         cotangent = jnp.asarray(share, value.dtype)
         # A share of 4/3 is 1.3330 in float16, and gradients get the factor 1.0002.
         rounded_off = jnp.where(cotangent == 0, 1, share / wide(cotangent))
         (grads,) = pull(cotangent)
 
-        def counted(g: Array, number: str | None) -> Array:
+        def counted(g: Array, mark: Mark | None) -> Array:
             """This device's part, unless summed already; 0 for a mean of 0 / 0."""
             if g.dtype == jax.dtypes.float0:
                 return jnp.zeros(g.shape)
-            if number or weight is None:
+            if mark or weight is None:
                 return wide(g)
             g = _times(wide(g), rounded_off)
             return jnp.where((weight == 0) & jnp.isnan(g), 0, g)
 
-        means = mean, list(map(counted, grads, numbers))
+        # 4. Count.
+        means = mean, list(map(counted, grads, marks))
         # Not after the sum: booleans and int8 have none.
         count = devices * self._microbatches
         aux = jax.tree.map(lambda x: jnp.asarray(x) / count, aux)

@@ -24,7 +24,6 @@ from jax_muon.polar.coefficients import (
 )
 from jax_muon.polar.hopper import takes_kernels
 from jax_muon.polar.products import matmul
-from jax_muon.polar.teams import Team
 
 
 class Kernels(dict[tuple[int, int], bool]):
@@ -106,22 +105,18 @@ class NewtonSchulz:
         for name, value in normal.items():
             object.__setattr__(self, name, value)
 
-    def __call__(
-        self, x: Float[Array, "*batch m n"], *, team: Team | None = None
-    ) -> Float[Array, "*batch m n"]:
+    def __call__(self, x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
         """Approximate polar factors, in the dtype of x. Zero matrices give zeros.
 
         Args:
           x: matrices in the last two axes, tall or wide, any real floating dtype.
-          team: inside shard_map, devices that each have columns of wide matrices, and
-            share the work; the whole matrix needs a `shared_dtype`.
         """
         _check_matrices(x)
         stack = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-        return self.from_stacks([stack], team=team).reshape(x.shape)
+        return self.from_stacks([stack]).reshape(x.shape)
 
     def from_stacks(
-        self, stacks: Sequence[Float[Array, "_ m n"]], *, team: Team | None = None
+        self, stacks: Sequence[Float[Array, "_ m n"]]
     ) -> Float[Array, "k m n"]:
         """The polar factors of several stacks of one shape and dtype, as one stack."""
         if not stacks[0].size:
@@ -130,18 +125,7 @@ class NewtonSchulz:
         settings = self._for(stacks[0].dtype)
         kernels = settings.dtype == "bfloat16" and takes_kernels(self.kernels, m)
         facts.note(Kernels)[m, n] = kernels
-        return iteration.iterate(tuple(stacks), settings, kernels, team)
-
-    def shared_dtype(
-        self, m: int, n: int, dtype: jax.typing.DTypeLike
-    ) -> jnp.dtype | None:
-        """The dtype in which devices that share matrices (m, n), m <= n, send products.
-
-        None if they cannot: for the Gram form and for single rows.
-        """
-        settings = self._for(dtype)
-        alone = m == 1 or iteration.uses_gram(settings, m, n)
-        return None if alone else jnp.dtype(settings.dtype)
+        return iteration.iterate(tuple(stacks), settings, kernels)
 
     def _for(self, dtype: jax.typing.DTypeLike) -> "NewtonSchulz":
         """The same settings with a dtype, for matrices of this one."""

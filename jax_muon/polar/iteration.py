@@ -41,7 +41,6 @@ from jaxtyping import Array, Float
 from jax_muon.base.dtypes import padded, small_unit, wide, wider
 from jax_muon.polar.coefficients import factored
 from jax_muon.polar.products import Products, Quintic, matrix_sum
-from jax_muon.polar.teams import SharedProducts, Team
 
 # Steps of the Gram form from one Gram matrix of X to the next. Without a refresh
 # singular values reach 4 on inputs of condition 1e10, in float32; with one after step 3
@@ -76,13 +75,9 @@ def uses_gram(settings: Any, m: int, n: int) -> bool:
 
 
 # Traced once for matrices of a shape, however many parameters and calls have it.
-@functools.partial(jax.jit, static_argnames=("settings", "kernels", "team"))
+@functools.partial(jax.jit, static_argnames=("settings", "kernels"))
 def iterate(
-    stacks: Sequence[Array],
-    settings: Any,
-    kernels: bool,
-    team: Team | None,
-    late: Late | None = None,
+    stacks: Sequence[Array], settings: Any, kernels: bool, late: Late | None = None
 ) -> Float[Array, "k rows cols"]:
     """The polar factors of several stacks, as one stack of all of them in order.
 
@@ -92,34 +87,26 @@ def iterate(
         a leaf in the pass that makes it from momentum, but not the norms of a stack.
       settings: a `NewtonSchulz`.
       kernels: whether NVIDIA GPUs take the kernels of `hopper`.
-      team: devices that have columns of each matrix, which take the standard form.
       late: numbers that are known at run time alone; `settings` has placeholders.
     """
     late = late or Late()
     if late.eps is not None:
         settings = dataclasses.replace(settings, eps=late.eps)
     rows, cols = stacks[0].shape[-2:]
-    if team is not None:
-        settings = dataclasses.replace(settings, form="standard")
     if 1 in (rows, cols) and settings.dtype == "bfloat16":
         # The only singular value of one row begins where the quintics are steepest: in
         # bfloat16 it ends 0.22 from where it should, whatever the row.
         settings = dataclasses.replace(settings, dtype="float32", kernels=None)
-    tall = team is None and rows > cols
-
-    def branch(function: Callable[..., Array], products: Products) -> Any:
-        products = SharedProducts(products, team) if team else products
-        return functools.partial(function, products, settings, late=late)
-
-    one_by_one = functools.partial(_one_by_one, turned=tall)
+    tall, branch = rows > cols, functools.partial
     branches = {
-        "cpu": branch(one_by_one, Products(on_cpu=True)),
-        "default": branch(_at_once, Products(tall)),
+        "cpu": branch(_one_by_one, Products(on_cpu=True), settings, turned=tall),
+        "default": branch(_at_once, Products(tall), settings),
     }
     if kernels:
         from jax_muon.polar.hopper.kernel import HopperProducts
 
-        branches["cuda"] = branch(_at_once, HopperProducts(tall))
+        branches["cuda"] = branch(_at_once, HopperProducts(tall), settings)
+    branches = {name: branch(take, late=late) for name, take in branches.items()}
     return jax.lax.platform_dependent(*stacks, **branches)
 
 

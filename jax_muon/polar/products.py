@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from jax_muon.base.dtypes import small_unit, wide, wider
 
@@ -100,19 +100,13 @@ def squares(x: Float[Array, "*batch m n"], on_cpu: bool) -> Float[Array, "*batch
     return jnp.concatenate(both, axis=-1)
 
 
-def polynomial(r: Array, square: Array, diagonal: Array, quintic: Quintic) -> Array:
-    """P from R and R R, or from some columns of them: rounded once, to R's dtype.
-
-    `diagonal` is true there. XLA would keep an array of a I for each step in memory.
-    """
+def polynomial(r: Array, square: Array, quintic: Quintic) -> Array:
+    """P from R and R R: rounded once, to R's dtype."""
     a, b, q = quintic
     total = b * (wide(r) + q * square)
+    # XLA would keep an array of a I for each step in memory.
+    diagonal = jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=bool), r.shape)
     return jnp.where(diagonal, total + a, total).astype(r.dtype)
-
-
-def diagonal_of(r: Float[Array, "*batch m m"]) -> Bool[Array, "*batch m m"]:
-    """True on the diagonals."""
-    return jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=bool), r.shape)
 
 
 class Products:
@@ -145,7 +139,7 @@ class Products:
             # Otherwise XLA writes R in float32, for cuBLAS to add: 12 bytes an element
             # of R outside of the product instead of 8.
             square = jax.lax.optimization_barrier(square)
-        return polynomial(r, square, diagonal_of(r), quintic)
+        return polynomial(r, square, quintic)
 
     def product(self, p: Array, x: Array) -> Float[Array, "*batch _ _"]:
         """P X, or X P."""

@@ -21,10 +21,11 @@ from jax_muon.base.tables import aligned, shape_text, sizes_text
 from jax_muon.matrices.as_matrices import Read
 from jax_muon.matrices.find import trained
 from jax_muon.matrices.matrices import MUON, Parameter
-from jax_muon.mesh import hardware, plan
-from jax_muon.mesh.on_mesh import OnMesh, OnMeshes, typed_state
+from jax_muon.mesh.on_mesh import OnMesh, OnMeshes, state_types
+from jax_muon.mesh.stacks import Round, Stack
 from jax_muon.mesh.train_step import TrainStep
 from jax_muon.polar.factors import Kernels
+from jax_muon.tools import work
 from jax_muon.transforms.keep_residual import Residuals
 from jax_muon.transforms.orthogonalize import Orthogonalized
 from jax_muon.transforms.scaling import Scales
@@ -74,31 +75,38 @@ class Description:
 
     Attributes:
       parameters: one entry per parameter, in the order of the tree.
-      pools: sharded matrices of one shape and sharding, and their owners.
+      stacks: matrices of one shape and sharding, and who computes them.
+      rounds: exchanges of those that do not divide evenly.
       sizes: number of devices along each mesh axis; empty on one device.
       held_bytes: on one device, "parameters", "gradients" and "state", with all
         gradients at once, sharded like the state.
       sent_bytes: bytes that one device sends per step, by purpose. "orthogonalize":
-        matrices to their owners and back, with padding, and the products of teams;
+        matrices to the devices that compute them and back, with padding;
         "gradients": their sums; "gathers": updates, or parameters at the start of a
         step. Layers of `scan_layers` are counted once although they are gathered twice.
         In plain jit the last two are over `divide` alone: the rest is the loss's.
-      bytes_between_hosts: the part of `sent_bytes` that goes to other hosts.
+      unsharded_state: paths of state that every device has whole, because JAX cannot
+        type the optimizer's `init` on a mesh and no parameter has their path or shape.
       kernels: shapes (m, n), m <= n, whose polar factors take kernels for Hopper GPUs.
     """
 
     parameters: tuple[DescribedParameter, ...]
-    pools: tuple[plan.Pool, ...]
+    stacks: tuple[Stack, ...]
+    rounds: tuple[Round, ...]
     sizes: Mapping[str, int]
     held_bytes: Mapping[str, int]
     sent_bytes: Mapping[str, float]
-    bytes_between_hosts: Mapping[str, float]
+    unsharded_state: tuple[str, ...]
     kernels: tuple[tuple[int, int], ...]
 
     @property
     def imbalance(self) -> float:
         """Work of the busiest device over an even share of one device's work."""
-        return 1 + sum(plan.excess(self.pools, self.sizes).values())
+        parts: tuple[Stack | Round, ...] = *self.stacks, *self.rounds
+        busy = sum(work.load(x, self.sizes) for x in parts)
+        total = sum(work.matrices(x, self.sizes) * x.flops for x in self.stacks)
+        devices = math.prod(self.sizes.values())
+        return float(np.max(busy)) * devices / total if total else 1.0
 
     def __str__(self) -> str:
         """A table of the parameters and, on a mesh, one of the work on each device."""
@@ -149,34 +157,25 @@ class Description:
         return "\n".join([*lines, "", *self._work()] if self.sizes else lines)
 
     def _work(self) -> list[str]:
-        """Which devices compute the matrices of each pool, and the bytes they send."""
+        """Which devices compute the matrices of each stack, and the bytes they send."""
         devices = math.prod(self.sizes.values())
-        rows = [["pool", "over", "matrices", "owners", "each"]]
-        rows += [_pool_row(pool, self.sizes) for pool in self.pools]
-        lines = aligned(rows, numbers=1) if self.pools else []
-        lines.append(f"{devices} devices: {self._balance()}")
+        rows = [["stack", "over", "matrices", "devices", "each"]]
+        rows += [_stack_row(stack, self.sizes) for stack in self.stacks]
+        lines = aligned(rows, numbers=1) if self.stacks else []
+        lines.append(
+            f"{devices} devices: the busiest does {self.imbalance:.2f} of an even "
+            "share of the work"
+        )
         in_loss = any(
             leaf.by_layer is None and sharding_text(leaf.spec, self.sizes) != "whole"
             for leaf in self.parameters
         )
         beside = ", beside what the loss sends" if in_loss else ""
         lines.append(f"each sends in a step{beside}: {_bytes_text(self.sent_bytes)}")
-        if any(self.bytes_between_hosts.values()):
-            lines.append(f"between hosts: {_bytes_text(self.bytes_between_hosts)}")
+        if self.unsharded_state:
+            paths = ", ".join(self.unsharded_state)
+            lines.append(f"whole on every device, as JAX cannot type its init: {paths}")
         return lines
-
-    def _balance(self) -> str:
-        """How evenly the work is divided, and the pool that makes it uneven."""
-        excess = plan.excess(self.pools, self.sizes)
-        worst = max(excess, key=excess.__getitem__, default=None)
-        if worst and self.imbalance > 1 and not worst.counts:
-            name = _pool_name(worst)
-            return f"{name} too small for owners, computed by all that hold it"
-        text = f"the busiest does {self.imbalance:.2f} of an even share of the work"
-        if not worst or self.imbalance <= 1.05:
-            return text
-        matrices = f"{worst.on_device} {_pool_name(worst)}"
-        return f"{text}, since {len(worst.counts)} owners have {matrices}"
 
 
 def describe(
@@ -221,8 +220,8 @@ def describe(
         if not batch:
             checks.refuse("batch", batch, "the batch and others of the step, or shapes")
         found = step.gathers(params, *batch)
-        rows = zip(found.numbers, found.param_specs, strict=True)
-        gathers = [number is not None if any(spec) else None for number, spec in rows]
+        marks = zip(found.marks, found.param_specs, strict=True)
+        gathers = [mark is not None if any(spec) else None for mark, spec in marks]
     elif batch:
         checks.refuse("batch", batch, "none, unless tx is a step of make_train_step")
     shapes = jax.tree.map(_shape, params)
@@ -242,14 +241,13 @@ def describe(
     orthogonalized = recorded[Orthogonalized]
     sizes = orthogonalized.sizes
     summed: tuple[str, ...] = ()
-    per_host = hardware.DEVICES_PER_HOST
     by_layer: dict[str, bool | None] = {}
-    for optimizer, placed in recorded[OnMeshes]:
-        state = typed_state(tx, shapes, placed)
+    unknown: list[str] = []
+    for placed, of_state in recorded[OnMeshes]:
+        state = state_types(tx, shapes, placed, placed.param_specs).on(placed.mesh)
+        unknown += of_state.unknown
         sizes |= placed.mesh.shape
-        per_host = optimizer.devices_per_host(placed.mesh)
-        divide = None if gathers else optimizer.layout.divide
-        summed = specs.checked_axes("divide", divide, placed.mesh)
+        summed = placed.mesh.axis_names if gathers else placed.divide
         both = zip(placed.param_specs, placed.state_specs, strict=True)
         shardings |= dict(zip(placed.paths, both, strict=True))
         by_layer |= dict(zip(placed.paths, gathers, strict=False))
@@ -282,16 +280,14 @@ def describe(
         )
 
     entries = tuple(map(described, read))
-    plans = orthogonalized.pools.values()
-    orthogonalize = [x for pools in plans for x in plan.transfers(pools, sizes)]
-    transfers = {"orthogonalize": orthogonalize, "gradients": [], "gathers": []}
+    stacks = tuple(itertools.chain(*orthogonalized.stacks.values()))
+    rounds = tuple(itertools.chain(*orthogonalized.rounds.values()))
+    parts: tuple[Stack | Round, ...] = *stacks, *rounds
+    sent = {"orthogonalize": sum(work.sent_bytes(x, sizes) for x in parts)}
+    sent |= {"gradients": 0.0, "gathers": 0.0}
     for leaf in entries:
         if leaf.spec is not None and leaf.state_spec is not None:
-            moved = plan.parameter_transfers(
-                leaf.bytes, leaf.spec, leaf.state_spec, sizes, summed
-            )
-            for what, x in moved:
-                transfers[what].append(x)
+            _count(sent, leaf, {*summed}, sizes)
 
     def held(leaf: DescribedParameter, spec: PartitionSpec | None) -> int:
         names = specs.spec_names(spec or PartitionSpec())
@@ -299,20 +295,35 @@ def describe(
 
     return Description(
         entries,
-        tuple(itertools.chain(*plans)),
+        stacks,
+        rounds,
         sizes,
         {
             "parameters": sum(held(x, x.spec) for x in entries),
             "gradients": sum(held(x, x.state_spec or x.spec) for x in entries),
             "state": sum(map(_bytes_on_a_device, jax.tree.leaves(state))),
         },
-        {what: sum(x.sent_bytes for x in sent) for what, sent in transfers.items()},
-        {
-            what: sum(x.bytes_between_hosts(per_host) for x in sent)
-            for what, sent in transfers.items()
-        },
+        sent,
+        tuple(unknown),
         tuple(sorted(shape for shape, taken in recorded[Kernels].items() if taken)),
     )
+
+
+def _count(
+    sent: dict[str, float], leaf: DescribedParameter, summed: set[str], sizes: Any
+) -> None:
+    """Add the gathers of a parameter and of its update, and the sum of its gradient.
+
+    Of these axes alone, in rings: along several, one after another.
+    """
+    names = {*specs.spec_names(leaf.state_spec or PartitionSpec())}
+    outside = specs.devices_over(tuple(names - summed), sizes)
+    whole = leaf.bytes / outside
+    shards = specs.devices_over(tuple(names & summed), sizes)
+    repeats = specs.devices_over(tuple(summed - names), sizes)
+    over_shards = whole - whole / shards
+    sent["gathers"] += over_shards
+    sent["gradients"] += over_shards + 2 * (1 - 1 / repeats) * whole / shards
 
 
 # --- parameters and state -------------------------------------------------------------
@@ -385,22 +396,17 @@ def _row(leaf: DescribedParameter, sizes: Mapping[str, int]) -> list[str]:
     return [*read, where, scale, _bytes(leaf.state_bytes)]
 
 
-def _pool_row(pool: plan.Pool, sizes: Mapping[str, int]) -> list[str]:
-    """The cells of one pool."""
-    different = specs.devices_over(pool.batch_axes, sizes)
-    axes = {"batch": pool.batch_axes, "short": pool.short_axes, "long": pool.long_axes}
+def _stack_row(stack: Stack, sizes: Mapping[str, int]) -> list[str]:
+    """The cells of one stack."""
+    different = specs.devices_over(stack.shards.batch, sizes)
+    axes = {what: getattr(stack.shards, what) for what in ("batch", "rows", "columns")}
     over = [f"{what} {', '.join(names)}" for what, names in axes.items() if names]
-    who = f"{len(pool.counts) * different}" if pool.counts else "all"
-    who += f" teams of {pool.team}" if pool.team > 1 else ""
-    least, most = (f(pool.counts or [pool.on_device]) for f in (min, max))
-    word = "or" if most == least + 1 else "to"
-    each = f"{least}" if least == most else f"{least} {word} {most}"
-    matrices, where = f"{pool.matrices(sizes)}", "; ".join(over) or "-"
-    return [_pool_name(pool), where, matrices, who, each]
-
-
-def _pool_name(pool: plan.Pool) -> str:
-    return f"{pool.shape[0]}x{pool.shape[1]}_{np.dtype(pool.dtype).name}"
+    devices = "all" if stack.everywhere else f"{stack.devices * different}"
+    least, most = stack.count // stack.devices, -(-stack.count // stack.devices)
+    least, most = (stack.count,) * 2 if stack.everywhere else (least, most)
+    each = f"{least}" if least == most else f"{least} or {most}"
+    name = f"{stack.shape[0]}x{stack.shape[1]}_{np.dtype(stack.shards.dtype).name}"
+    return [name, "; ".join(over) or "-", f"{stack.count * different}", devices, each]
 
 
 def sharding_text(spec: PartitionSpec | None, sizes: Mapping[str, int]) -> str:

@@ -22,6 +22,7 @@ from jax_muon.base.specs import dividing
 from jax_muon.base.tables import aligned
 from jax_muon.mesh.on_mesh import OnMesh, OnMeshes
 from jax_muon.mesh.train_step import IN_ON_MESH
+from jax_muon.tools.work import matrices
 from jax_muon.transforms.orthogonalize import Orthogonalized
 
 # By bits of the narrowest floating-point dtype in the program. On the matrices of the
@@ -43,7 +44,7 @@ class Verification:
         to its norm (NaN if an element is finite on one side only), and its bound; and
         the same of arrays of state, under "state" and a path.
       problems: as sentences; empty if the layout is right.
-      remarks: the mesh, how many parameters are sharded, and matrices sent to owners.
+      remarks: the mesh, how many parameters are sharded, and matrices dealt out.
     """
 
     differences: Mapping[str, tuple[float, float]]
@@ -71,7 +72,7 @@ def verify(tx: OnMesh, params: optax.Params, **extra_args: Any) -> Verification:
     Two updates of random parameters by random gradients are compared, and one without
     gradients, which shows weight decay; not all of them may be 0. One device has to
     hold the parameters, with six times their updates and state. Smaller shapes with the
-    same layout will do: matrices of 256 x 256 are sent to owners as large ones are, and
+    same layout will do: matrices of 256 x 256 are dealt out as large ones are, and
     the table says if none was.
 
     An array may differ by 2e-5 of its norm in float32, 1e-10 in float64, and 0.1 if a
@@ -176,12 +177,12 @@ def compare(
             "that moves parameters in its first two steps"
         )
     devices = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    pools = [*itertools.chain(*recorded[Orthogonalized].pools.values())]
-    total, owned = (
-        sum(pool.matrices(mesh.shape) for pool in some)
-        for some in (pools, [pool for pool in pools if pool.counts])
+    stacks = [*itertools.chain(*recorded[Orthogonalized].stacks.values())]
+    total, dealt = (
+        sum(matrices(x, mesh.shape) for x in some)
+        for some in (stacks, [x for x in stacks if not x.everywhere])
     )
-    placed = recorded[OnMeshes][0][1]
+    placed, _ = recorded[OnMeshes][0]
     sharded, divided = (
         sum(any(dividing(spec, mesh.shape)) for spec in some)
         for some in (placed.param_specs, placed.state_specs)
@@ -190,8 +191,8 @@ def compare(
     remarks = (
         f"the mesh {devices}, compared with one device",
         f"sharded: {sharded} of {len(placed.paths)} parameters, and the state of "
-        f"{divided}; {owned} of {total} matrices were sent to owners"
-        + (hint if mesh.size > 1 and total and not owned else ""),
+        f"{divided}; {dealt} of {total} matrices were dealt out"
+        + (hint if mesh.size > 1 and total and not dealt else ""),
     )
     return Verification(differences, tuple(problems), remarks)
 

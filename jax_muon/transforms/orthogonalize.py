@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jax_muon.base import checks, facts, trees
-from jax_muon.base.array_types import mesh_of_types, surroundings
-from jax_muon.base.specs import dividing
+from jax_muon.base.array_types import reshard, specs_of
+from jax_muon.base.specs import dividing, spec_names
 from jax_muon.matrices.joins import Joined, joined_matrices, map_joined, map_stacks
 from jax_muon.matrices.matrices import Join, check_matrices
-from jax_muon.mesh import exchange, owners
-from jax_muon.mesh.plan import Pool
+from jax_muon.mesh.stacks import SMALL, Round, Shards, Stack, map_shards, stacks_of
 from jax_muon.polar.factors import PolarExpress
 
 Polar = Callable[[Float[Array, "*b m n"]], Float[Array, "*b m n"]]
@@ -28,9 +30,10 @@ class Orthogonalized:
 
     # By path: how many matrices are one, mostly 1.
     joined: dict[str, int] = dataclasses.field(default_factory=dict)
-    # On a mesh: pools by all the paths that one `orthogonalize` got, and the devices
+    # On a mesh: stacks by all the paths that one `orthogonalize` got, and the devices
     # along each axis.
-    pools: dict[tuple[str, ...], list[Pool]] = dataclasses.field(default_factory=dict)
+    stacks: dict[tuple[str, ...], list[Stack]] = dataclasses.field(default_factory=dict)
+    rounds: dict[tuple[str, ...], list[Round]] = dataclasses.field(default_factory=dict)
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -38,14 +41,13 @@ def orthogonalize(
     polar: Polar = PolarExpress(),
     *,
     joins: Sequence[Join] | None = None,
-    small: int = 65536,
-    team: int | None = None,
+    small: int = SMALL,
 ) -> optax.GradientTransformation:
     """Replace every matrix by its polar factor: same directions, singular values one.
 
     Muon, https://kellerjordan.github.io/posts/muon/, of arrays (..., in, out). On a
-    mesh of several devices, which types of arrays show, each matrix is computed by one
-    of those that hold it, or by a team of them.
+    mesh of several devices, as `on_mesh` says or types show, each matrix is computed by
+    one of those that have shards of it, see `mesh/stacks.py`.
 
     Args:
       polar: a function of arrays (..., m, n): `PolarExpress()`, `NewtonSchulz()`,
@@ -54,13 +56,8 @@ def orthogonalize(
         mesh matrices are transposed, and shards assembled in any order.
       joins: which matrices are orthogonalized as one (TEON, arXiv 2601.23261), as
         `matrices.joins` of what `jax_muon.find_matrices(..., joins=...)` returns.
-      small: matrices with fewer elements are computed by all devices that hold them,
-        and gathered if they are sharded, unless those of one shape together take less
-        time with owners, by a count of bytes and FLOPs.
-      team: most devices that share the work on one matrix, next to each other on the
-        mesh, where that takes less time by a count of bytes and FLOPs. None: the
-        devices of a host, see `on_mesh`. It needs a method `shared_dtype` of `polar`,
-        as `NewtonSchulz` has.
+      small: stacks of matrices of one shape with fewer elements in all are gathered
+        and computed by every device that has shards of them.
 
     Raises:
       ValueError: at init, with path and shape, for a parameter that is no array of
@@ -79,8 +76,6 @@ def orthogonalize(
         expected += checks.injected(polar, "polar")
         checks.refuse("polar", polar, expected)
     checks.check_count("small", small, least=0)
-    if team is not None:
-        checks.check_count("team", team)
 
     joins = tuple(joins or ())
 
@@ -94,7 +89,7 @@ def orthogonalize(
         del params
         flat = trees.leaves_with_paths(updates)
         names, leaves = [path for path, _ in flat], [x for _, x in flat]
-        structure, mesh = jax.tree.structure(updates), mesh_of_types(flat)
+        structure, (mesh, specs) = jax.tree.structure(updates), specs_of(flat)
         if mesh is None:
             joined = joined_matrices(joins, names, [x.shape for x in leaves])
             _note_joined(names, joined)
@@ -102,31 +97,31 @@ def orthogonalize(
             leaves = map_joined(factors, joined, leaves)
             return jax.tree.unflatten(structure, leaves), state
 
-        # On a mesh: plan,
-        sizes, devices_per_host = dict(mesh.shape), surroundings().devices_per_host
-        specs = [dividing(jax.typeof(x).sharding.spec, sizes) for x in leaves]
-        specs, joined, pools = owners.local_matrices(joins, names, leaves, specs, mesh)
-        pools = owners.with_owners(
-            pools,
-            sizes,
-            small=small,
-            team=devices_per_host if team is None else team,
-            devices_per_host=devices_per_host,
-            shared_dtype=getattr(polar, "shared_dtype", None),
-            # Groups of `optax.multi_transform` start at different owners.
-            start=zlib.crc32(" ".join(names).encode()),
-        )
+        # On a mesh: stacks of each device's shards,
+        sizes = dict(mesh.shape)
+        shard_specs, joined, shards = _shards(polar, joins, flat, specs, mesh)
+        # Rests of groups of `optax.multi_transform` start at different devices.
+        start = zlib.crc32(" ".join(names).encode())
+        stacks, rounds = stacks_of(shards, sizes, small=small, start=start)
         noted = facts.note(Orthogonalized)
-        noted.pools[tuple(names)] = pools
+        noted.stacks[tuple(names)] = stacks
+        noted.rounds[tuple(names)] = rounds
         noted.sizes.update(sizes)
         _note_joined(names, joined)
 
-        # and map, on each device its part.
+        # and polar factors of them, on each device its part.
         factors = functools.partial(map_stacks, polar)
         if mesh.size > 1:
-            factors = functools.partial(exchange.map_pools, polar, pools=pools)
-        on_device = functools.partial(map_joined, factors, joined)
-        leaves = exchange.on_shards(on_device, leaves, specs, mesh)
+            whole = lambda x: map_stacks(polar, [x])[0]  # noqa: E731
+            factors = functools.partial(map_shards, whole, stacks, rounds)
+        on_device = jax.shard_map(
+            functools.partial(map_joined, factors, joined),
+            mesh=mesh,
+            in_specs=(shard_specs,),
+            out_specs=shard_specs,
+        )
+        leaves = on_device(list(map(reshard, leaves, shard_specs)))
+        leaves = list(map(reshard, leaves, specs))
         return jax.tree.unflatten(structure, leaves), state
 
     return optax.GradientTransformation(init_fn, update_fn)
@@ -136,3 +131,58 @@ def _note_joined(names: Sequence[str], joined: Sequence[Joined]) -> None:
     by_size = sorted(joined, key=lambda x: x.size)
     sizes = {names[leaf]: x.size for x in by_size for leaf in x.leaves}
     facts.note(Orthogonalized).joined.update(sizes)
+
+
+def _shards(
+    polar: Polar,
+    joins: Sequence[Join],
+    flat: Sequence[tuple[str, Array]],
+    specs: Sequence[PartitionSpec],
+    mesh: Mesh | AbstractMesh,
+) -> tuple[list[PartitionSpec], list[Joined], list[Shards]]:
+    """Specs of leaves (..., in, out), and one device's joined matrices and shards.
+
+    A leaf (12, 768, 3072) whose rows 8 devices divide is the shards (12, 96, 3072) on
+    each; joined by twos, (6, 192, 3072). Joined leaves are sharded like the first of
+    them. Scanned layers stay sharded if each device has whole joins; otherwise their
+    axis is not sharded.
+    """
+    names, shapes = [path for path, _ in flat], [x.shape for _, x in flat]
+    specs = [dividing(spec, mesh.shape) for spec in specs]
+
+    def shard_shape(leaf: int) -> tuple[int, ...]:
+        return NamedSharding(mesh, specs[leaf]).shard_shape(shapes[leaf])
+
+    for joined in joined_matrices(joins, names, shapes):
+        first, *others = joined.leaves
+        for leaf in others:
+            specs[leaf] = specs[first]
+        if joined.size > 1 and not others:
+            layers = shard_shape(first)[0]
+            if layers % joined.size and layers < shapes[first][0]:
+                specs[first] = PartitionSpec(None, *specs[first][1:])
+    local = list(map(shard_shape, range(len(flat))))
+    on_device = joined_matrices(joins, names, local)
+    shards = []
+    for x in on_device:
+        leaf = x.leaves[0]
+        (*_, fan_in, fan_out), spec = local[leaf], specs[leaf]
+        sides = spec[:-2], spec[-2:-1], spec[-1:]
+        batch, rows, columns = (spec_names(PartitionSpec(*side)) for side in sides)
+        dtype = flat[leaf][1].dtype
+        shape = x.batch, x.size * fan_in, fan_out
+        back = _back_dtype(dtype, polar)
+        shards.append(Shards(shape, dtype, back, batch, rows, columns))
+    return specs, on_device, shards
+
+
+def _back_dtype(dtype: np.dtype, polar: Polar) -> np.dtype:
+    """The dtype in which factors return: that of the products, if it is narrower.
+
+    They were rounded to it. Matrices are not sent in it: rounded before their norms
+    are taken, they have other factors in bfloat16, by 1.5 %.
+    """
+    products = jnp.dtype(getattr(polar, "dtype", None) or dtype)
+    before, after = jnp.finfo(dtype), jnp.finfo(products)
+    fits = after.bits < before.bits and after.maxexp >= before.maxexp
+    return products if fits else dtype

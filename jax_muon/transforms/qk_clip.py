@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from jax_muon.base import array_types, checks, trees
+from jax_muon.base import checks, trees
 from jax_muon.base.dtypes import wide, wider
 from jax_muon.base.trees import map_leaves
 
@@ -121,7 +121,7 @@ def clip_qk(
         factors: dict[str, Array] = {}
         clipped = jnp.zeros([], jnp.int32)
         for name, largest in _by_module(max_logits, list(modules)).items():
-            largest = wide(array_types.replicated(largest))
+            largest = wide(largest)
             queries, keys = (
                 {path: weights[path].shape for path in chosen}
                 for chosen in modules[name]

@@ -77,7 +77,6 @@ WRONG = {
     "balance=1.5; expected a finite number in [0, 1]": lambda: jm.clip_qk(
         1.0, balance=1.5
     ),
-    "team=0; expected a Python int": lambda: jm.orthogonalize(team=0),
     "params=None; expected the parameters": lambda: jm.find_matrices(None),
     "function=3; expected a function, as in": lambda: jm.find_matrices(PARAMS, 3),
     "parts={'q'}; expected names in their order": lambda: jm.Split({"q"}),

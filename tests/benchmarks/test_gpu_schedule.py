@@ -102,7 +102,7 @@ def test_estimate_of_a_step(module):
 
 @pytest.mark.parametrize("layout", ["zero2-divided", "fsdp", "hsdp"])
 def test_whole_step_sends_every_parameter_there_and_back(layout):
-    """Each is gathered once and its gradient scattered once; matrices go to owners."""
+    """Each is gathered once and its gradient scattered once; matrices are dealt out."""
     devices = np.array(jax.devices()[:8])
     step = whole_step("llama-tiny", devices, layout, "nanochat")
     found = collectives(step.step, *step.args)
@@ -134,7 +134,7 @@ def test_compiled_for_gpus(tmp_path):
     size = 15 / 16 * zero2["parameter_bytes"]
     assert zero2["sent"]["reduce-scatter"]["bytes"] == pytest.approx(size, rel=0.01)
     # Two hosts: an eighth of every ring over all, and 8 of the 15 pieces of matrices
-    # for their owners; nothing of parameters in a host.
+    # that are dealt out; nothing of parameters in a host.
     for kind, sent in zero2["sent"].items():
         outside = 8 / 15 if kind == "all-to-all" else 1 / 8
         assert sent["bytes_between_hosts"] == pytest.approx(sent["bytes"] * outside)

@@ -179,9 +179,9 @@ def test_diloco():
     grads = trees.normal({k: (workers, *shape) for k, shape in SHAPES.items()}, 1)
     start = jax.tree.map(lambda x: jnp.stack(workers * [x]), shared)
     with jax.set_mesh(mesh):
-        pools = jm.describe(inner, start).pools
+        stacks = jm.describe(inner, start).stacks
         _, params, _ = trees.run(inner, start, [grads, grads])
-    assert {pool.batch_axes for pool in pools} == {("worker",)}
+    assert {stack.shards.batch for stack in stacks} == {("worker",)}
     labels = {"wte": "adamw", "?*": "muon"}
     alone = jm.nanochat(0.02, adamw=jm.adamw(3e-3), matrices=labels)
     for worker in range(workers):

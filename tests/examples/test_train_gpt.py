@@ -190,7 +190,7 @@ def test_two_killed_processes_go_on_elsewhere(finished, tmp_path, python):
 
 
 def test_clipped_logits_stay_at_the_threshold(tmp_path):
-    """Also on owners, with q, k and their heads divided; to 1e-3 in five steps."""
+    """Also dealt out, with q, k and their heads divided; to 1e-3 in five steps."""
     flags = ["--width=128", "--learning-rate=0.4", "--embedding-factor=1"]
     flags += ["--steps=5", "--qk-clip=3"]
     one = train(tmp_path / "one", *flags)

@@ -244,8 +244,7 @@ def make_step(
         axes = (None, mesh.axis_names[-1])
     specs = given.pop("specs", None) or (fitting(mesh, *axes) if axes else P())
     how = {"divide": mesh.axis_names, "min_size": given.pop("min_size", 1)}
-    for name in ("gather_dtype", "devices_per_host"):
-        how[name] = given.pop(name, None)
+    how["gather_dtype"] = given.pop("gather_dtype", None)
     tx = jm.on_mesh(tx or recipe(), at(mesh, specs), **how)
     return jm.make_train_step(loss, tx, **given)
 

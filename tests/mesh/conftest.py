@@ -1,4 +1,4 @@
-"""Matrices of tests are small, and would be gathered rather than sent to owners."""
+"""Matrices of tests are small, and would be gathered rather than dealt out."""
 
 import functools
 
@@ -8,7 +8,7 @@ import jax_muon as jm
 
 
 @pytest.fixture(autouse=True)
-def owners_for_small_matrices(monkeypatch):
-    """Recipes send matrices of any size to owners, as they do large ones."""
-    owned = functools.partial(jm.orthogonalize, small=0)
-    monkeypatch.setattr("jax_muon.recipes.orthogonalize", owned)
+def small_matrices_are_dealt_out(monkeypatch):
+    """Recipes deal out matrices of any size, as they do large ones."""
+    dealing = functools.partial(jm.orthogonalize, small=0)
+    monkeypatch.setattr("jax_muon.recipes.orthogonalize", dealing)

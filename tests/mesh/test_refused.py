@@ -94,7 +94,7 @@ REFUSED = [
     (step, {"out": (0.0, {"y": 1.0})} | AUX, "max_aux=('largest',); .* has ['y']"),
     (step, {"max_aux": "largest"}, "max_aux=('largest',); expected entries .* []"),
     # --- layers ---
-    (scan, {"specs": P("data")}, "along the axis of layers; expected"),
+    (scan, {"specs": P("data")}, "along the axis of layers; use"),
     (scan, {"layers": {}}, "first axes of layers=[]; expected one"),
     (scan, {"layers": np.ones(())}, "first axes of layers=[()]; expected one"),
     (

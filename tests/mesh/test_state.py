@@ -83,6 +83,53 @@ def test_zeros_without_the_sharding_of_parameters():
     assert after["w"].sharding == state["w"].sharding
 
 
+def by_type(params):
+    """Means over either axis, and under another name what has a parameter's shape."""
+    means = {
+        f"{path}/{i}": jnp.mean(p, i) for path, p in params.items() for i in (0, 1)
+    }
+    return {"mu": params, "renamed": [*params.values()], "means": means}
+
+
+def untyped(params):
+    """JAX cannot say how one element of a sharded array is sharded."""
+    return by_type(params) | {"corners": [p[3, 5] for p in params.values()]}
+
+
+ROWS, COLUMNS = PartitionSpec("data", None), PartitionSpec(None, "data")
+OF_MEANS = [PartitionSpec(None), PartitionSpec("data")]
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("init", [by_type, untyped])
+def test_state_is_sharded_by_the_types_of_init(init, kind):
+    """Where JAX cannot type it, by path; what might be of either is everywhere."""
+    mesh, specs = mesh_of(8, kind=kind), {"v": ROWS, "w": COLUMNS}
+    params = {path: jnp.ones((16, 24)) for path in specs}
+    where = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
+    identity = optax.identity().update
+    tx = jm.on_mesh(optax.GradientTransformation(init, identity), where)
+    params = jax.device_put(params, where)
+    state = tx.init(params)
+    found = jax.tree.map(lambda x: full(x.sharding.spec, x.ndim), state)
+    assert found["mu"] == specs
+    if init is by_type:
+        assert found["renamed"] == [ROWS, COLUMNS]
+        assert [*found["means"].values()] == [*OF_MEANS, *OF_MEANS[::-1]]
+    else:
+        assert {*found["renamed"]} == {PartitionSpec(None, None)}
+        assert {*found["means"].values()} == {PartitionSpec(None)}
+    described = jm.describe(tx, params)
+    unknown = [f"means/{x}/{i}" for x in "vw" for i in (0, 1)]
+    unknown = (*unknown, "renamed/0", "renamed/1") if init is untyped else ()
+    assert described.unsharded_state == unknown
+    assert ("cannot type its init: means/v/0, " in str(described)) == bool(unknown)
+
+
+def full(spec, rank):
+    return PartitionSpec(*spec, *[None] * (rank - len(spec)))
+
+
 def test_split_parts_that_devices_do_not_divide_are_divided_elsewhere():
     """(72, 64) in 64 + 4 + 4 rows over eight devices: by columns."""
     params = {"qkv": jnp.ones((72, 64))}

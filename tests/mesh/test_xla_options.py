@@ -37,7 +37,7 @@ def bfloat16(*shape):
 
 
 def options(leaves, mesh, axes=("a",), by="", spec=("a",)):
-    placed = Placed(mesh, [], [P(*spec)] * len(leaves), [], [])
+    placed = Placed(mesh, [], [P(*spec)] * len(leaves), [], [], [], ())
     return xla_options.choose(placed, leaves, len(leaves) * [by], axes)
 
 

@@ -57,7 +57,7 @@ def test_a_matrix_of_another_label():
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-def test_matrices_too_small_for_owners(kind):
+def test_matrices_too_small_to_be_dealt_out(kind):
     """And state that is too small to be divided."""
     mesh = mesh_of(4, kind=kind)
     shape = functools.partial(
@@ -69,8 +69,9 @@ def test_matrices_too_small_for_owners(kind):
     planned = jm.describe(tx, params)
     of_state = [leaf.state_spec for leaf in planned.parameters]
     assert [any(spec) for spec in of_state] == [False] * 5 + [True]
-    *_, work, last = str(planned).splitlines()
-    assert work.startswith("4 devices: 8x16_float32 too small for owners, computed by")
+    *_, row, work, last = str(planned).splitlines()
+    assert row.split() == ["8x16_float32", "-", "5", "all", "5"]
+    assert work == "4 devices: the busiest does 4.00 of an even share of the work"
     sent = "orthogonalize 0 B, gradients 5.4 KB, gathers 1.5 KB"
     assert last == f"each sends in a step: {sent}"
 

@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from jax_muon import __main__ as command
+from jax_muon.base.array_types import surroundings
 from jax_muon.tools.verify import _compared, compare
 from tests import trees
 from tests.mesh.case import AUTO, EXPLICIT, at, mesh_of
-from tests.mesh.conftest import owners_for_small_matrices  # noqa: F401
+from tests.mesh.conftest import small_matrices_are_dealt_out  # noqa: F401
 from tests.recipes import RECIPES
 
 SHAPES = {"q": (16, 24), "stack/up": (2, 16, 32), "bias": (7,)}
@@ -55,8 +56,7 @@ def test_a_right_layout(kind):
     assert [x.split()[0] for x in lines[1:4]] == updates
     assert "mesh data 2 x fsdp 4" in lines[-3]
     assert lines[-2] == (
-        "sharded: 2 of 3 parameters, and the state of 2; 3 of 3 matrices were sent to "
-        "owners"
+        "sharded: 2 of 3 parameters, and the state of 2; 3 of 3 matrices were dealt out"
     )
     assert lines[-1] == "right"
 
@@ -170,7 +170,7 @@ def test_matrices_that_do_not_arrive_are_found(breakage, monkeypatch, capsys):
         found = jm.verify(tx, shapes)
         assert (
             found.ok
-            == ("0 of 1 matrices were sent to owners; expected" in str(found))
+            == ("0 of 1 matrices were dealt out; expected" in str(found))
             == small
         )
     assert "the update of 'mlp/up' of shape (256, 256) differs" in found.problems[0]
@@ -188,7 +188,7 @@ def test_a_decay_that_is_forgotten_on_the_mesh_is_found(recipe, decay):
     right, wrong = (make(weight_decay=x) for x in (decay, 0.0))
 
     def update(*args):
-        on_mesh = "data" in jax.sharding.get_abstract_mesh().axis_names
+        on_mesh = surroundings().layout is not None
         return (wrong if on_mesh else right).update(*args)
 
     forgetful = optax.GradientTransformation(right.init, update)
