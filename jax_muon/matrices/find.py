@@ -124,6 +124,11 @@ def find_matrices(
         uses = _by_function(params, function, args, splits)
         readings = [x for x in uses if x.path in shapes]
     ruled = apply_rules(rules, readings)
+    known = [x.path for x in readings if x.doubt and ruled[x.path].label == ADAMW]
+    if function is not None and known:  # like data, which decides about others
+        uses = _by_function(params, function, args, splits, known)
+        readings = [x for x in uses if x.path in shapes]
+        ruled = apply_rules(rules, readings)
     if unused := [x.path for x in ruled.values() if _is_unused_matrix(x)]:
         warnings.warn(
             f"the result of the function depends on none of {', '.join(unused)}, which "
@@ -196,6 +201,7 @@ def _by_function(
     function: Callable[..., PyTree],
     args: tuple[PyTree, ...],
     splits: Collection[str],
+    like_data: Collection[str] = (),
 ) -> list[Parameter]:
     """How a function uses each array of a model, also those that are not trained.
 
@@ -228,7 +234,8 @@ def _by_function(
         model = merge(params) if merge else params
         return function(model, *jax.tree.unflatten(treedef, filled))
 
-    return read_uses(on_arrays, params, *arrays, splits=splits)
+    keywords = {"splits": splits, "like_data": like_data}
+    return read_uses(on_arrays, params, *arrays, **keywords)
 
 
 def _is_unused_matrix(x: Parameter) -> bool:

@@ -5,11 +5,13 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from benchmarks.reading import RIGHT, judge
 from jax_muon.matrices.computation.read import read_uses
 from tests.programs import PROGRAMS
+from tests.programs.refused import REFUSED
 
 pytestmark = pytest.mark.usefixtures("as_users_write")
 
@@ -25,24 +27,51 @@ SCANNED = {
 ROLES = {"embedding", "head", "router", "unused", "query", "key", "value"}
 
 
+def check(name, read, refused=()):
+    """Every answer and role that the loss determines; a doubt where it does not."""
+    answers = PROGRAMS[name].answers
+    assert {x.path for x in read} == answers.keys()
+    for x in read:
+        answer = answers[x.path]
+        role = answer.split(", ")[-1]
+        if x.path in refused or answer == "refused":
+            assert x.doubt is not None, x
+        elif not answer.endswith("?"):
+            assert x.doubt is None, x
+            assert judge(answer, x) == (RIGHT, ""), x
+            assert role not in ROLES or x.role == role, x
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_reading(name):
-    """Every answer and role that the loss determines; a doubt where it does not."""
     program = PROGRAMS[name]
     result = jax.eval_shape(program.loss, program.params, *program.args)
     value = result[0] if isinstance(result, tuple) else result  # others are metrics
     assert value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)
-    read = {x.path: x for x in read_uses(program.loss, program.params, *program.args)}
-    assert read.keys() == program.answers.keys()
-    for path, answer in program.answers.items():
-        x, role = read[path], answer.split(", ")[-1]
-        assert (answer == "refused") == (x.doubt is not None), x
-        if answer != "refused" and not answer.endswith("?"):
-            assert judge(answer, x) == (RIGHT, ""), x
-            assert role not in ROLES or x.role == role, x
+    read = read_uses(program.loss, program.params, *program.args)
+    check(name, read, REFUSED[name][0] if name in REFUSED else ())
     if name in SCANNED:
-        layers = [x for p, x in read.items() if p.startswith(("layers/", "up", "down"))]
+        layers = [x for x in read if x.path.startswith(("layers/", "up", "down"))]
         assert {x.scanned for x in layers} == SCANNED[name]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rules_decide(name):
+    """What a refusal asks for decides about all parameters, also those without one."""
+    program, letters = PROGRAMS[name], REFUSED[name][1]
+    rules = {path: rule(x) for path, x in letters.items()}
+    read = jm.find_matrices(program.params, program.loss, *program.args, rules=rules)
+    answers = program.answers.items()
+    for path in [x for x, answer in answers if "refused" not in answer]:
+        assert judge(program.answers[path], read[path]) == (RIGHT, ""), read[path]
+
+
+def rule(letters):
+    """A label, or the dimension numbers of "bio": (1, 2)."""
+    if letters == "adamw":
+        return letters
+    inside, outside = ([a for a, x in enumerate(letters) if x == y] for y in "io")
+    return MuonDimensionNumbers(tuple(inside), tuple(outside))
 
 
 # A leaf of some programs, and its row in the table that users see.
@@ -52,8 +81,7 @@ ROWS = {
         "contracted over axis 1 at layers.py:N"
     ),
     "soft_actor_critic": (
-        "critics/w3 2 x 40 x 1 vector - adamw "
-        "one row or column, contracted over axis 1 at parts.py:N"
+        "critics/w3 2 x 40 x 1 vector - adamw one row or column at parts.py:N"
     ),
     "scan_along_the_second_axis": (
         "up 24 x 8 x 40 kernel 8 x (24, 40) muon contracted over axis 0 at parts.py:N"
@@ -61,11 +89,6 @@ ROWS = {
     "encoder_without_a_head": (
         "layers/1/down 40 x 24 kernel 1 x (40, 24) muon "
         "last product before the result at layers.py:N, and like 'layers/0/down'"
-    ),
-    "stacks_by_einsum": (
-        "medusa 3 x 24 x 24 kernel 1 x (24, 72) muon contracted over axis 1 at "
-        "experts.py:N; if axis 0 is a stack: "
-        "rules={'medusa': MuonDimensionNumbers(1, 2)}"
     ),
 }
 

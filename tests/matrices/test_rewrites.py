@@ -1,24 +1,20 @@
 """A reading that no rewriting of a loss changes: each rewrite of five programs.
 
-`make test-rewrites` takes all programs, and prints a table.
+An answer may become a refusal, but no other answer. `make test-rewrites` takes all
+programs, and prints a table.
 """
-
-import pathlib
 
 import pytest
 
-from tests.rewrites import DOCUMENTED, REWRITES, changes, is_documented, sample
+from tests.rewrites import REWRITES, changes, sample
 
 pytestmark = pytest.mark.usefixtures("as_users_write")
-
-PAGE = pathlib.Path(__file__).parents[2] / "docs/parameters.md"
 
 
 @pytest.mark.parametrize("title", REWRITES)
 def test_same_reading(title):
-    names = [name for name in sample(title) if not is_documented(title, name)]
-    found = {name: changes(title, name) for name in names}
-    assert not any(found.values()), found
+    found = {name: changes(title, name) or [] for name in sample(title)}
+    assert not [x for of in found.values() for x in of if x[0] != "clear"], found
 
 
 @pytest.mark.parametrize(
@@ -26,19 +22,15 @@ def test_same_reading(title):
     [
         ("x @ w: map over outputs", "stored_patterns"),
         ("x @ w: an identity before", "one_hot_embedding"),
+        ("x @ w: a sum of rank one", "decision_transformer"),
         ("operations: sums by ones", "smear"),
         ("loss: a gradient inside", "dora"),
+        ("loss: a step inside", "sharpness_aware"),
         ("members: vmap", "codes_scale_features_of_a_grid"),
+        ("members: vmap of checkpoint", "branches_kinds_and_a_power_iteration"),
+        ("parameter: from devices", "contrastive_predictive_coding"),
     ],
 )
 def test_same_reading_of_one(title, name):
     """Pairs that alone need a few lines."""
-    assert changes(title, name) == []
-
-
-@pytest.mark.parametrize("words", DOCUMENTED)
-def test_other_readings_are_on_the_page(words):
-    """What is read in another way, and the words that say so."""
-    assert words in " ".join(PAGE.read_text().split())
-    for title, name in DOCUMENTED[words]:
-        assert any(changes(title, x) for x in ([name] if name else sample(title)))
+    assert not [x for x in changes(title, name) if x[0] != "clear"]

@@ -18,19 +18,15 @@ from tests.rewrites import (  # noqa: F401, they register rewrites
     sizes,
 )
 from tests.rewrites.case import (
-    DOCUMENTED,
     REWRITES,
     changes,
-    is_documented,
     programs,
     sample,
 )
 
 __all__ = [
-    "DOCUMENTED",
     "REWRITES",
     "changes",
-    "is_documented",
     "programs",
     "sample",
 ]

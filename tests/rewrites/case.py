@@ -68,66 +68,6 @@ def register(kind: str, changes: Mapping[str, Any], of: Any = lambda x: x) -> No
         REWRITES[f"{kind}: {name}"] = Rewrite(of(change))
 
 
-# What is read in another way, of all programs or of one: words of docs/parameters.md.
-DOCUMENTED = {
-    "a broadcast and a sum is elementwise": [
-        ("x @ w: broadcast and summed", None),
-        ("x @ w: a sum of rank one", None),
-        *((f"samples: {how}", "hyperbolic_classes") for how in ("map", "while_loop")),
-        ("samples: Python", "hyperbolic_classes"),
-    ],
-    "so is a matrix added to an argument": [
-        ("operations: where by products", "masked_weights"),
-    ],
-    "as patches times a matrix, among the inputs": [
-        ("convolutions: patches by a matrix", "convolutions"),
-    ],
-    "repeated for each sample is data": [
-        ("x @ w: a matrix for each sample", name)
-        for name in (
-            *("codes_scale_features_of_a_grid", "forecast_by_trends_and_waves"),
-            *("hyena", "image_by_its_coordinates", "lora_merged_into_frozen_matrices"),
-        )
-    ],
-    "or the last layer of a hypernetwork": [
-        (f"lookups: {how}", "relations_of_bases") for how in ("one by one", "by vmap")
-    ],
-    "passes it to a kernel that hides it": [
-        ("sizes: equal widths", "product_in_a_kernel"),
-        ("loss: a jvp inside", "product_in_a_kernel"),
-    ],
-    "where a function follows, as in `tanh(grid @ w)`, or data multiplies": [
-        (f"parameter: rotated and back{where}", name)
-        for where in ("", " in front")
-        for name in (
-            *("graph_attention", "hyperbolic_classes", "multivectors"),
-            *("queries_and_hidden_units_make_gates", "rwkv7", "selective_state_space"),
-        )
-    ],
-    "learned queries and kernels of relative positions may be misread": [
-        (f"sizes: one position{others}", name)
-        for others in ("", " of one sample", " of three samples")
-        for name in ("transformer_xl", "latent_attention_and_pooling")
-    ],
-    "attention between learned queries whose exponentials are written as powers": [
-        ("operations: exp as a power", "object_queries_of_one_image"),
-    ],
-    "In test-time training of one sample": [
-        (title, "test_time_training")
-        for title in (
-            *("samples: map", "samples: while_loop", "samples: Python"),
-            "setting: disable_jit",
-        )
-    ],
-}
-EXCEPTIONS = [pair for pairs in DOCUMENTED.values() for pair in pairs]
-
-
-def is_documented(title: str, name: str) -> bool:
-    """Whether the page says that a rewrite changes the reading of a program."""
-    return (title, name) in EXCEPTIONS or (title, None) in EXCEPTIONS
-
-
 # --- programs -------------------------------------------------------------------------
 
 

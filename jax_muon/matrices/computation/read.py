@@ -1,8 +1,9 @@
 """Read parameters from a function of them: the loss, or the model's `apply`."""
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import TypeAlias, cast
 
 import jax
@@ -12,16 +13,10 @@ from jax.extend.core import Jaxpr, Var
 from jaxtyping import Array, PyTree
 
 from jax_muon.base import dtypes, jaxprs, trees
-from jax_muon.matrices.computation import (  # noqa: F401, they register rules
-    contractions,
-    decide,
-    elementwise,
-    loops,
-    moves,
-)
+from jax_muon.matrices.computation import decide, loops, products  # noqa: F401, rules
 from jax_muon.matrices.computation.trace import Trace
-from jax_muon.matrices.computation.values import AxisPart, Value
-from jax_muon.matrices.matrices import MUON, Parameter
+from jax_muon.matrices.computation.values import Use, Value, View
+from jax_muon.matrices.matrices import Parameter
 
 Shaped: TypeAlias = Array | jax.ShapeDtypeStruct
 
@@ -31,19 +26,20 @@ def read_uses(
     params: PyTree,
     *args: PyTree,
     splits: Collection[str] = (),
+    like_data: Collection[str] = (),
 ) -> list[Parameter]:
     """How `function(params, *args)`, of arrays or shapes, uses each parameter.
 
-    Those that the patterns of `splits` match get no hint how to split them. Nothing is
-    computed.
+    Those in `like_data`, by a rule of the user, are no matrices. Nothing is computed.
 
     Raises:
       ValueError: the result does not depend on any parameter, or cannot be followed.
     """
-    leaves, readings = _arrays(params), []
+    leaves, readings = trees.leaves_with_paths(params), []
+    leaves = [x for x in leaves if hasattr(x[1], "shape")]
     for jaxpr, constants in _traced(function, params, args):
         try:
-            read = _read(jaxpr, constants, leaves, splits)
+            read = _read(jaxpr, constants, leaves, splits, like_data)
         except Exception as error:
             raise ValueError(
                 f"{function} could not be followed, a mistake of jax_muon: {error!r}; "
@@ -64,40 +60,50 @@ def _read(
     constants: Sequence[Array],
     leaves: Sequence[tuple[str, Shaped]],
     splits: Collection[str],
+    like_data: Collection[str],
 ) -> list[Parameter]:
     """How a traced function uses each of these leaves."""
-    trace = follow(jaxpr, constants, {path: tuple(x.shape) for path, x in leaves})
-    read, found = [], decide.evidence(trace)
-    for path, leaf in leaves:
-        is_split = any(trees.matches(pattern, path) for pattern in splits)
-        read.append(decide.parameter(path, leaf, trace, found, is_split))
-    if all(x.axes is None and x.label != MUON for x in read):
-        read = [decide.doubted(x, trace) for x in read]
-    return decide.with_agreeing_layers(read, trace)
+    shapes = {path: tuple(x.shape) for path, x in leaves}
+    trace = follow(jaxpr, constants, shapes, like_data)
+    uses: dict[str, list[Use]] = {path: [] for path in shapes}
+    for use in trace.facts.uses.values():
+        uses[use.path].append(use)
+    read = [
+        decide.parameter(
+            path, x, trace, uses[path], any(trees.matches(y, path) for y in splits)
+        )
+        for path, x in leaves
+    ]
+    return decide.with_agreeing_layers(read, uses)
 
 
 def follow(
-    jaxpr: Jaxpr, constants: Sequence[Array], shapes: dict[str, tuple[int, ...]]
+    jaxpr: Jaxpr,
+    constants: Sequence[Array],
+    shapes: dict[str, tuple[int, ...]],
+    like_data: Collection[str] = (),
 ) -> Trace:
     """The uses of every parameter in a function, whose last inputs are `constants`."""
     given = jaxpr.invars[len(shapes) :]
     count = len(given) - len(constants)
-    avals = [cast(ShapedArray, v.aval) for v in given]
     # Without arrays among its arguments, but keys, a function closes over its data.
-    is_alone = all(_is_key(v, jaxpr) for v in given[:count] if jaxprs.shape_of(v))
-
-    def closed_over(array: Array) -> Value:
-        value = _given(array, is_alone)
-        return value if is_alone else replace(value, numbers=lambda: array)
-
-    values = [_of_leaf(path, shape) for path, shape in shapes.items()]
-    values += [_given(aval, True) for aval in avals[:count]]
-    values += map(closed_over, constants)
-    inputs: dict[str, str] = {}
+    is_alone = all(_is_key(x, jaxpr) for x in given[:count] if jaxprs.shape_of(x))
+    pairs = enumerate(map(_is_float, given))
+    others = [Value(data=i < count or is_alone, given=x) for i, x in pairs]
+    inputs = dict.fromkeys(like_data, ", by your rules")
     while True:  # until no further leaf turns out to be like data
-        trace, before = Trace(shapes, inputs, closed_over), len(inputs)
-        trace.run(jaxpr, values)
-        trace.settle()
+        trace, own = Trace(shapes, inputs), []
+        for path, shape in shapes.items():
+            parts = tuple(((a, n),) if n > 1 else () for a, n in enumerate(shape))
+            is_data, view = path in inputs, {path: View(parts)}
+            own.append(Value(is_data, given=is_data, leaves={} if is_data else view))
+        for value in trace.run(jaxpr, [*own, *others]):
+            trace.reached |= {x.path for x in value.sources}
+            if jaxpr.eqns:
+                trace.use(value, "elementwise", jaxpr.eqns[-1])
+        facts, before = trace.facts, len(inputs)
+        found = {x: at for x, at in facts.inputs.items() if x not in facts.lost}
+        inputs = {**found, **inputs}
         if len(inputs) == before:
             return trace
 
@@ -121,7 +127,8 @@ def _traced(
 
     traced = jaxprs.make_jaxpr(loss, arrays, *args)
     for axes in (slice(None), slice(1)):
-        if wider := _wider(args, axes):
+        wider = jax.tree.map(functools.partial(_wider, axes=axes), args)
+        if any(map(operator.is_not, *map(jax.tree.leaves, (wider, args)))):
             with contextlib.suppress(Exception):  # the loss has its sizes in it
                 other = jaxprs.make_jaxpr(loss, arrays, *wider)
                 is_same = jaxprs.operations(other[0]) == jaxprs.operations(traced[0])
@@ -129,26 +136,13 @@ def _traced(
     return [traced]
 
 
-def _wider(args: tuple[PyTree, ...], axes: slice) -> tuple[PyTree, ...]:
-    """The arguments with a size of three for one, or () if no size is one."""
-
-    def wider(x: Shaped) -> Shaped:
-        if not has_one(x):
-            return x
-        shape = [*x.shape]
-        shape[axes] = [3 if n == 1 else n for n in shape[axes]]
-        return jax.ShapeDtypeStruct(shape, x.dtype)
-
-    def has_one(x: Shaped) -> bool:
-        return 1 in getattr(x, "shape", ())[axes]
-
-    is_any = any(map(has_one, jax.tree.leaves(args)))
-    return jax.tree.map(wider, args) if is_any else ()
-
-
-def _arrays(params: PyTree) -> list[tuple[str, Shaped]]:
-    """The arrays of a tree, which may also have functions and numbers, by path."""
-    return [x for x in trees.leaves_with_paths(params) if hasattr(x[1], "shape")]
+def _wider(x: Shaped, axes: slice) -> Shaped:
+    """An argument with a size of three for one."""
+    shape = [*getattr(x, "shape", ())]
+    if 1 not in shape[axes]:
+        return x
+    shape[axes] = [3 if n == 1 else n for n in shape[axes]]
+    return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
 def _loss(result: PyTree) -> PyTree:
@@ -160,22 +154,18 @@ def _loss(result: PyTree) -> PyTree:
     return result[0] if is_loss else result
 
 
-def _of_leaf(path: str, shape: tuple[int, ...]) -> Value:
-    parts = tuple((AxisPart(a, 1, n),) if n > 1 else () for a, n in enumerate(shape))
-    return Value(leaves={path: parts})
-
-
-def _is_key(v: Var, jaxpr: Jaxpr) -> bool:
+def _is_key(x: Var, jaxpr: Jaxpr) -> bool:
     """Whether an input is a random key: also an old one, of two uint32."""
-    aval = cast(ShapedArray, v.aval)
-    if dtypes.is_key(aval.dtype):
+    dtype, shape = cast(ShapedArray, x.aval).dtype, jaxprs.shape_of(x)
+    if dtypes.is_key(dtype):
         return True
-    is_old = aval.dtype == jnp.uint32 and aval.shape[-1:] == (2,)
-    (uses,) = jaxprs.uses_of_layers(jaxpr, [v]) if is_old else [[]]
+    is_old = dtype == jnp.uint32 and shape[-1:] == (2,)
+    (uses,) = jaxprs.uses_of_layers(jaxpr, [x]) if is_old else [[]]
     return any(use.operation == "random_wrap" for use in uses)
 
 
-def _given(x: Array | ShapedArray, is_data: bool) -> Value:
-    is_float = jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize == 1
-    given_floats = x.ndim > 0 and bool(is_float)  # eight bits: a quantized matrix
-    return Value(data=is_data, given_floats=given_floats)
+def _is_float(x: Var) -> bool:
+    """Whether an input is an array of floats; eight bits: a quantized matrix."""
+    dtype = cast(ShapedArray, x.aval).dtype
+    is_float = jnp.issubdtype(dtype, jnp.inexact) or dtype.itemsize == 1
+    return bool(jaxprs.shape_of(x)) and is_float

@@ -1,0 +1,363 @@
+"""Follow parameters through products: contractions and convolutions.
+
+A product of a leaf with an activation is the use that makes it a matrix. One of two
+leaves, or of a leaf and a constant, is followed on.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from jax_muon.base.jaxprs import shape_of
+from jax_muon.matrices.computation import attention
+from jax_muon.matrices.computation import values as v
+from jax_muon.matrices.computation.elementwise import elementwise
+from jax_muon.matrices.computation.moves import note_members, note_sums, pick
+from jax_muon.matrices.computation.trace import EITHER, ELEMENTWISE, RULES, Trace, rule
+from jax_muon.matrices.computation.values import Parts, Use, Value, View, axes_in
+
+Axes = Sequence[int]
+
+
+class Product:
+    """A contraction of two operands; each field has an entry for either.
+
+    The result has the batch axes first, then the free axes of the first operand, and
+    the free axes of the second last.
+    """
+
+    def __init__(self, eqn: JaxprEqn, contract: Sequence[Axes], batch: Sequence[Axes]):
+        self.eqn, self.contract, self.batch = eqn, contract, batch
+        self.shapes = one, two = [shape_of(x) for x in eqn.invars[:2]]
+        used = [{*contract[i], *batch[i]} for i in (0, 1)]
+        self.free = [
+            [a for a in range(len(shape)) if a not in of]
+            for shape, of in zip(self.shapes, used, strict=True)
+        ]
+        first = [one[a] for a in (*batch[0], *self.free[0])]
+        self.shape = (*first, *(two[a] for a in self.free[1]))
+
+    def placed(self, i: int, parts: Parts) -> Parts:
+        """Axes of the result, from the axes of operand i."""
+        count = len(self.batch[0])
+        batch = zip(range(count), self.batch[i], strict=False)
+        free = enumerate(self.free[i], count + i * len(self.free[0]))
+        return v.placed(parts, dict([*batch, *free]), self.shape)
+
+    def moved(self, i: int, value: Value, kind: str) -> Value:
+        """Operand i as the result; contracted axes of leaves went this way."""
+        return value.moved(lambda parts: self.placed(i, parts), kind)
+
+
+@rule("dot_general", "ragged_dot_general")
+def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
+    if eqn.primitive.name == "dot_general":
+        contract, batch = eqn.params["dimension_numbers"]
+    else:
+        ragged = eqn.params["ragged_dot_dimension_numbers"]
+        contract, (left, right) = ragged.dot_dimension_numbers
+        batch = left, (*right, *ragged.rhs_group_dimensions)
+    product, pair = Product(eqn, contract, batch), values[:2]
+    if values[2:] or not any(x.leaves for x in pair):
+        trace.routes(eqn, values)
+    is_backward = trace.is_backward(eqn)
+    is_outer = is_backward and all(product.free)  # the gradient of y @ vector
+    if not any(contract) and not is_outer:  # of elements: einsum("io,o->io", w, scale)
+        both = [product.moved(i, x, v.SUMMED) for i, x in enumerate(pair)]
+        result = elementwise(trace, eqn, "mul", both, product.shape)
+        is_mixed = {bool(x.gate) for x in both if x.data} == {False, True}
+        return replace(result, gate=v.MIXED) if is_mixed else result
+    if all(x.leaves and not x.data for x in pair):
+        like = _like_data(trace, product, pair)
+        if not like:
+            return _of_leaves(product, pair)
+        pair = [trace.as_data(x, eqn) if i in like else x for i, x in enumerate(pair)]
+    plain = [i for i in (0, 1) if pair[i].leaves and not pair[i].data]
+    i = plain[0] if plain else _updated_weight(trace, product, pair)
+    if i is None:
+        return _of_data(trace, product, pair)
+    weight, other = pair[i], pair[1 - i]
+    if not other.data and not is_backward:
+        is_sum = not product.free[1 - i]  # of its rows
+        result = product.moved(i, weight, v.SUMMED if is_sum else v.CONSTANT)
+        leaves = result.leaves.items()
+        after = {x: replace(of, activated=of.activated and is_sum) for x, of in leaves}
+        return replace(result, leaves=after)
+    for leaf, view in other.leaves.items() if other.data else ():
+        if view.went(v.PICKED, v.INNER) or len(axes_in(view.parts)) < 2:
+            continue
+        if view.scaled:
+            trace.doubt([leaf], "data multiplies its elements, or masks a matrix", eqn)
+        else:  # tokens beside x, or positions that were added to x
+            trace.like_data([leaf], eqn)
+    other = trace.as_data(other, eqn)
+    if other.gate == v.HOT and not is_backward:
+        return pick(trace, eqn, weight, product.moved(i, weight, v.PICKED), other)
+    return _of_weight(trace, product, weight, i, other)
+
+
+def _like_data(trace: Trace, product: Product, pair: Sequence[Value]) -> list[int]:
+    """Which of two values of leaves is like data; neither in a @ b of LoRA."""
+    shared = pair[0].leaves.keys() & pair[1].leaves.keys()
+    if shared & pair[0].went(v.INNER).keys() & pair[1].went(v.INNER).keys():
+        trace.like_data(shared, product.eqn)  # learned queries attend to each other
+        return [0, 1]
+    like = []
+    for i, value in enumerate(pair):
+        shape = enumerate(product.shapes[i])
+        sizes = [n if a in product.free[i] else 1 for a, n in shape]
+        views = value.leaves.values()
+        are_functions = any(x.activated and x.went(v.INNER) for x in views)
+        are_vectors = all(len(trace.wide(x)) < 2 for x in value.leaves)
+        if are_vectors or are_functions or value.went(v.CONSTANT):
+            like.append(i)
+        elif not (shared or value.covers(sizes)) and product.free[i]:  # repeated
+            trace.like_data(value.leaves, product.eqn)
+            like.append(i)
+    for i in like if len(like) == 1 else ():
+        many = [x for x in pair[1 - i].leaves if len(trace.wide(x)) > 2]
+        if not product.free[i]:  # numbers (3,) times (3, 24, 40)
+            trace.doubt(many, "learned numbers mix its parts", product.eqn)
+    return like
+
+
+def _of_leaves(product: Product, pair: Sequence[Value]) -> Value:
+    """The value of a product of two leaves: made of both."""
+    leaves: dict[str, View] = {}
+    for i, value in enumerate(pair):
+        for leaf, view in product.moved(i, value, v.INNER).leaves.items():
+            is_own = leaf in leaves  # w.T @ w
+            gone = dict(view.gone)
+            if is_own:  # einsum("ni,ni->n", w, w)
+                gone = {a: v.SUMMED if x == v.INNER else x for a, x in gone.items()}
+            view = leaves.get(leaf, view)
+            leaves[leaf] = replace(view, activated=is_own, gone=gone)
+    return Value(leaves=leaves)
+
+
+def _updated_weight(
+    trace: Trace, product: Product, pair: Sequence[Value]
+) -> int | None:
+    """The operand that is a leaf plus data of its shape, or picked by data, if any.
+
+    x @ (frozen + a @ b) and x @ ups[expert]: the leaf has axes on both sides.
+    """
+    found = {}
+    for i, leaf, view in [(n, *x) for n in (0, 1) for x in pair[n].leaves.items()]:
+        gone = view.went(v.INNER, v.CONSTANT, v.LOOP, v.INDEX)  # on either side
+        inside = axes_in(view.parts, product.contract[i]) or gone
+        outside = axes_in(view.parts, product.free[i]) or gone
+        if inside and outside and inside != outside:
+            found[leaf] = i
+            if view.activated and not view.went(v.PICKED):
+                why = "data multiplies a function of it and of data"
+                trace.doubt([leaf], why, product.eqn)
+    if len({*found.values()}) > 1:
+        trace.doubt(found, "parameters that met data multiply each other", product.eqn)
+        return None
+    return next(iter(found.values()), None)
+
+
+def _of_weight(
+    trace: Trace, product: Product, weight: Value, i: int, other: Value
+) -> Value:
+    """A product of leaves, operand i, and an activation: the use that makes matrices.
+
+    x (2, 16, 24) @ w (24, 40): axis 0 of w is in, axis 1 out. Experts w (5, 24, 40)
+    have a batch, axis 0. Backwards, g (2, 16, 40) @ w.T contracts the outputs.
+    """
+    eqn, (contract, met) = product.eqn, (product.contract[i], product.contract[1 - i])
+    inside, outside = (v.OUT, v.IN) if trace.is_backward(eqn) else (v.IN, v.OUT)
+    side = dict.fromkeys(contract, inside) | dict.fromkeys(product.batch[i], v.BATCH)
+    sides = [side.get(a, outside) for a in range(len(product.shapes[i]))]
+    if not product.free[1 - i]:
+        own = {x: of for x, of in other.sources.items() if x.path not in weight.leaves}
+        other = replace(other, sources=own)  # a power iteration, of one vector
+    dtype = getattr(eqn.outvars[0].aval, "dtype", int)
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    kind = "complex" if is_complex else "contracted"
+    uses = trace.use(weight, kind, eqn, sides, other)
+    _doubt_factors(trace, product, weight, i, other)
+    for before, parts in other.sources.items():
+        for axis in axes_in(parts, product.batch[1 - i][: len(product.batch[0])]):
+            trace.facts.batched[before, axis] = None
+        for place, at in zip(met, contract, strict=True):
+            after = {x: axes_in(weight.leaves[x.path].parts, [at]) for x in uses}
+            if len(before.axes(v.OUT)) > 1:
+                _note_experts(trace, eqn, before, axes_in(parts, [place]), after)
+    made = {x: product.placed(i, weight.leaves[x.path].parts) for x in uses}
+    return Value(data=True, sources=made)
+
+
+def _note_experts(
+    trace: Trace,
+    eqn: JaxprEqn,
+    before: Use,
+    summed: set[int],
+    after: Mapping[Use, set[int]],
+) -> None:
+    """Note experts that a product sums over, of the axes of uses before and after it.
+
+    Gates multiply hidden (tokens, experts, 40); (experts, 40, 24) gives (tokens, 24).
+    """
+    gated, batched = trace.facts.gated, trace.facts.batched
+    for axis in summed:
+        if gated.get((before, axis)) or (before, axis) in batched:
+            several = [(use, x) for use, axes in after.items() for x in axes]
+            batched |= dict.fromkeys([(before, axis), *several])
+        elif (before, axis) in gated or axis in before.members:
+            paths = [before.path, *(use.path for use, axes in after.items() if axes)]
+            trace.doubt(paths, "a product may sum over several matrices of it", eqn)
+
+
+def _doubt_factors(
+    trace: Trace, product: Product, weight: Value, i: int, other: Value
+) -> None:
+    """Note where one of two parameters that multiply each other may be like data.
+
+    x @ (a @ b) are two matrices, as is anything that was added to another matrix. But
+    x @ (b @ a).T may compare x with learned rows b, and a softmax may weigh rows a.
+    """
+    inner, contract = weight.went(v.INNER), product.contract[i]
+    if inner and not weight.data and inner.keys() == weight.leaves.keys():
+        met = {x: axes_in(weight.leaves[x].parts, contract) for x in inner}
+        if other.gate or any(axes == {trace.wide(x)[-1]} for x, axes in met.items()):
+            trace.doubt(inner, EITHER, product.eqn)
+    if other.gate == v.MASKED:
+        why = "it has rows that a one-hot picks, or a matrix under a mask"
+        trace.doubt(weight.leaves, why, product.eqn)
+    at = {v.SOFT: product.free[i], v.MIXED: contract}.get(other.gate, ())
+    mixed = [x for x, of in weight.leaves.items() if len(axes_in(of.parts, at)) > 1]
+    trace.doubt(mixed, "weights of data mix its parts", product.eqn)
+
+
+def _of_data(trace: Trace, product: Product, pair: Sequence[Value]) -> Value:
+    """A product of two activations, or of constants: no use of a leaf."""
+    eqn, is_forward = product.eqn, not trace.is_backward(product.eqn)
+    for value, other, free in zip(pair, pair[::-1], product.free[::-1], strict=True):
+        i = 0 if value is pair[0] else 1
+        is_frozen = other.given and free and not product.batch[0]
+        if is_forward and (is_frozen or other.leaves or _are_rows(other)):
+            of = value.sources.items()  # a graph (5, 5) takes rows, and no outputs
+            met = {
+                x: p for x, p in of if axes_in(p, product.contract[i]) or not axes_in(p)
+            }
+            trace.take(replace(value, sources=met), "")
+        if is_forward and other.given and not free and not product.batch[0]:
+            trace.weigh(value, "")  # by a vector of the arguments
+        note_sums(trace, eqn, value, product.moved(i, value, v.SUMMED))
+        contract = product.contract[i]
+        for use, parts in value.sources.items() if is_forward else ():
+            inside, left = axes_in(parts, contract), axes_in(parts, product.free[i])
+            if inside and left and other.gate and not value.gate:
+                trace.facts.gated |= dict.fromkeys(((use, x) for x in inside), True)
+            note_members(trace, eqn, use, inside, left)
+        if is_forward and value.gate in (v.QUERY, v.SOFT):
+            uses = [
+                x.path
+                for x, parts in value.sources.items()
+                if axes_in(parts, product.free[i]) and not axes_in(parts, contract)
+            ]
+            why = "a softmax of its products weighs data, as for learned queries,"
+            trace.doubt(uses, why, eqn)
+    pair = [trace.as_data(x, eqn) if x.leaves else x for x in pair]
+    scores = {}
+    if is_forward:
+        attention.note_attention(trace.facts.attention, product, pair, trace.calls)
+        scores = attention.scores_of(trace.facts.attention, product, pair)
+    result = replace(v.joined(pair).bare(product.shape), scores=scores, given=False)
+    are_data = all(x.data for x in pair)
+    for i, value in enumerate(pair):
+        if not pair[1 - i].data:
+            made = {x: _mixed(product, i, of) for x, of in value.sources.items()}
+            result = replace(result, sources={**result.sources, **made})
+    return replace(result, gate="", chosen=frozenset()) if are_data else result
+
+
+def _mixed(product: Product, i: int, parts: Parts) -> Parts:
+    """Axes of operand i in its product with a constant, which mixes what it sums over.
+
+    z (2, 16, 4) @ identity (4, 4) has something of the outputs (4,) along the last.
+    """
+    placed, count = product.placed(i, parts), len(product.batch[0])
+    mixed = tuple((a, 1) for a in axes_in(parts, product.contract[i]))
+    start = count + (1 - i) * len(product.free[0])
+    new = range(start, start + len(product.free[1 - i]))
+    return tuple(mixed if a in new else x for a, x in enumerate(placed))
+
+
+def _are_rows(value: Value) -> bool:
+    """Whether it has rows of tables that data picked, and nothing else."""
+    return {x.kind for x in value.sources} == {"picked"}
+
+
+@rule("conv_general_dilated")
+def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
+    (data, kernel), params = values, eqn.params
+    numbers, groups = params["dimension_numbers"], params["feature_group_count"]
+    shape, is_backward = shape_of(eqn.invars[1]), trace.is_backward(eqn)
+    (out, fan_in, *window), new = numbers.rhs_spec, shape_of(eqn.outvars[0])
+    if data.leaves and not data.data and kernel.leaves:
+        if data.covers(shape_of(eqn.invars[0])):  # it is no x, repeated for each sample
+            trace.doubt({**data.leaves, **kernel.leaves}, EITHER, eqn)
+        else:
+            trace.like_data(data.leaves, eqn)
+    data = trace.as_data(data, eqn)
+    if data.gate == v.HOT:
+        trace.doubt(kernel.leaves, "a one-hot may pick its rows", eqn)
+    if not kernel.leaves:
+        if not is_backward and (kernel.given or _are_rows(kernel)):
+            trace.take(data, "")
+        for use, parts in kernel.sources.items() if not is_backward else ():
+            inside, outside = axes_in(parts, [fan_in, *window]), axes_in(parts, [out])
+            if inside - outside and outside - inside:
+                trace.doubt([use.path], "its outputs are kernels for data", eqn)
+        return Value(data=True, sources=v.joined([data, kernel]).bare(new).sources)
+    last, kind = fan_in if is_backward else out, "convolved"
+    sides = [v.OUT if a == last else v.IN for a in range(len(shape))]
+    for a, step in zip(window, params["lhs_dilation"], strict=True):
+        if step == shape[a] > 1 and not is_backward:  # its windows do not overlap
+            sides[a], kind = v.OUT, "transposed"
+    sources: dict[Use, Parts] = {}
+    for leaf, view in kernel.leaves.items():
+        members = _members(view.parts[out], groups, trace.shapes[leaf])
+        left = tuple(x for x in view.parts[out] if x[0] not in members)
+        one = view.moved((*view.parts[:out], left, *view.parts[out + 1 :]), v.PICKED)
+        for axis in members:
+            groups //= trace.shapes[leaf][axis]
+        kind = "grouped" if groups > 1 else kind
+        if groups > 1 and view.went(v.CONSTANT):
+            trace.doubt([leaf], "constants mix its groups", eqn)
+        for use in trace.use(Value(leaves={leaf: one}), kind, eqn, sides, data):
+            sources[use] = v.placed(view.parts, {numbers.out_spec[1]: out}, new)
+    return Value(data=True, sources=sources)
+
+
+def _members(parts: Sequence[v.Part], groups: int, shape: Axes) -> set[int]:
+    """The axes of a leaf that `vmap` made groups of."""
+    members = set()
+    for axis, size in parts[:-1]:
+        if axis is None or size != shape[axis] or groups % size:
+            break
+        members.add(axis)
+        groups //= size
+    return members
+
+
+@rule("pallas_call")
+def _kernel(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value | list[Value]:
+    """A product of a leaf and an activation, if their widths leave no choice."""
+    shapes = [shape_of(x) for x in eqn.invars]
+    weights = [i for i, x in enumerate(values) if x.leaves and not x.data]
+    data = [i for i, x in enumerate(values) if x.sources and len(shapes[i]) > 1]
+    if len(weights) == len(data) == len(eqn.outvars) == 1:
+        shape, (*_, before) = shapes[weights[0]], shapes[data[0]]
+        *_, after = new = shape_of(eqn.outvars[0])
+        if before != after and shape.count(before) == shape.count(after) == 1:
+            sides = [{before: v.IN, after: v.OUT}.get(n, v.BATCH) for n in shape]
+            weight, other = values[weights[0]], values[data[0]]
+            uses = trace.use(weight, "contracted", eqn, sides, other)
+            return Value(data=True, sources=dict.fromkeys(uses, ((),) * len(new)))
+    return RULES[ELEMENTWISE](trace, eqn, values)

@@ -1,0 +1,55 @@
+"""Programs that are refused as they are written: which leaves, and the rules to write.
+
+A rule is "adamw", or the letters of axes as in an answer. The fewest that decide all.
+"""
+
+# By program: the refused leaves, and rules.
+REFUSED: dict[str, tuple[set[str], dict[str, str]]] = {
+    "a_table_that_queries_are_compared_with": ({"segments"}, {"segments": "adamw"}),
+    "transformer_xl": ({"r"}, {"r": "ioo"}),
+    "vision_transformer": ({"table"}, {"table": "adamw"}),
+    "quantum_circuit": ({"angles"}, {"angles": "adamw"}),
+    "hyperbolic_classes": (
+        {"normals", "points"},
+        {"normals": "adamw", "points": "adamw", "w2": "io"},
+    ),
+    "multivectors": ({"paths"}, {"paths": "biio"}),
+    "relations_of_bases": (
+        {"own2", "blocks", "mixture", "bases"},
+        {"bases": "ioo", "blocks": "bbio", "mixture": "adamw", "own2": "io"},
+    ),
+    "smear": (
+        {"router", "down", "up"},
+        {"down": "bio", "router": "adamw", "up": "bio"},
+    ),
+    "stacks_by_einsum": ({"medusa"}, {"medusa": "bio"}),
+    "conditional_convolutions": ({"kernels"}, {"kernels": "biiio"}),
+    "hawkes": ({"rates"}, {"rates": "io"}),
+    "physical_slices": ({"slices"}, {"slices": "io"}),
+    "test_time_training": ({"v"}, {"v": "io"}),
+    "several_tokens_ahead": ({"medusa"}, {"medusa": "oio"}),
+    "stored_patterns": ({"k", "patterns", "v"}, {"patterns": "adamw"}),
+    "triangular_and_low_rank_factors": ({"middle"}, {"middle": "io"}),
+    "latent_attention_and_pooling": ({"queries"}, {"queries": "adamw"}),
+    "gates_first_and_stacked_layers": (
+        {"router", "down"},
+        {"down": "bio", "router": "io"},
+    ),
+    "sampled_rows_of_the_head": ({"filters"}, {"filters": "adamw"}),
+    "segments_under_a_mask": ({"segments"}, {"segments": "adamw"}),
+    "a_memory_that_data_rewrites": ({"memory"}, {"memory": "adamw"}),
+    "queries_and_hidden_units_make_gates": ({"experts"}, {"experts": "bio"}),
+    "a_vector_after_the_last_matrices": ({"relations"}, {"relations": "bio"}),
+    "branches_kinds_and_a_power_iteration": (
+        {"branches/1", "branches/0", "of_kinds"},
+        {"branches/0": "io", "branches/1": "io", "of_kinds": "bio"},
+    ),
+    "codes_scale_features_of_a_grid": ({"w1"}, {"w1": "io"}),
+    "positions_resized": ({"positions"}, {"positions": "adamw"}),
+    "glow": ({"mix/1", "mix/0"}, {"mix/0": "io", "mix/1": "io"}),
+    "orthogonal_and_inverted_matrices": (
+        {"blocks", "back", "flow", "skew"},
+        {"back": "oi", "blocks": "bio", "flow": "io", "skew": "io"},
+    ),
+    "deep_kernel_with_inducing_points": ({"inducing"}, {"inducing": "adamw"}),
+}
