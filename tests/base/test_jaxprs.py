@@ -11,10 +11,10 @@ from jax.extend.core import Primitive
 import jax_muon as jm
 from jax_muon.base import jaxprs
 from jax_muon.matrices.computation import (  # noqa: F401
-    contractions,
     elementwise,
     loops,
     moves,
+    products,
 )
 from jax_muon.matrices.computation.trace import ELEMENTWISE, RULES
 
