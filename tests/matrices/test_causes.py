@@ -1736,7 +1736,6 @@ REFUSED: dict[str, list[str]] = {
     "set in a buffer": ["w"],
     "outputs one by one": ["w"],
     "outputs of layers one by one": ["w"],
-    "parts taken": ["qkv"],
     "a last vector by ones": ["v"],
     "a last vector by running sums": ["v"],
     "an identity after": ["w"],

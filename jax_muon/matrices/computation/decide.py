@@ -114,6 +114,10 @@ def _by_products(
         if why := _lost_head(path, trace):
             return MUON, "unknown", f"{why}{at}", None
         return ADAMW, "head", f"last product before the result{at}", axes
+    found = Attention(trace.noted, products)
+    by_number = any((-1, -1) in x for x in found.slices.values())
+    if by_number and not found.roles and len(axes.output) > 1:
+        return MUON, "unknown", f"a number takes some of its outputs{at}", None
     if stack := _stack(axes, products, shape, trace):
         return MUON, "unknown", f"{stack}{at}", None
     plural = "es" if len(axes.reduction) > 1 else "is"
@@ -173,7 +177,8 @@ def _is_batch(use: Use, axis: int, size: int, trace: Trace) -> bool:
     one_by_one = {(i, i + 1) for i in range(size)}
     if found.roles and found.role != "fused":
         return axis in use.members
-    return found.slices.get(axis, set()) >= one_by_one
+    slices = found.slices.get(axis, set())
+    return slices >= one_by_one or ((-1, -1) in slices and found.role == "fused")
 
 
 def _matrix_axes(use: Use, shape: Sequence[int], trace: Trace) -> MatrixAxes | str:

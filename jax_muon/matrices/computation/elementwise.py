@@ -138,27 +138,20 @@ def elementwise(
             if name in SUMS and is_data:
                 _note_distances(trace, eqn, value)
             values[i] = replace(trace.as_data(value, eqn), data=is_data)
-    result, data = v.joined(values), [x for x in values if x.data]
+    result = v.joined(values)
     if name in SUMS and any(not x.data for x in whole):  # a step along a gradient
         left = {x: of for x, of in result.sources.items() if not x.depth}
         result = replace(result, sources=left)
-    of_gates = v.joined(values[1:]) if name == "select_n" else result
-    gate = of_gates.gate if name in _OF_GATES else ""
-    if name == "eq" and sum(x.data for x in values) < 2:  # or an identity
-        gate, result = v.HOT, trace.with_choice(result, shape)
-    elif name in _GATES and result.data:
-        gate = v.SOFT
-        if result.scores:
-            behind = {x for s in result.scores for of in s.operands for x in of}
-            direct = result.sources.keys() - behind
-            tables = [use.path for use in direct if use.by & behind]
-            trace.doubt(tables, "queries are compared with it, as with a table", eqn)
-            none = dict.fromkeys(result.sources, ((),) * len(shape))
-            result = replace(result, sources=none)  # also of a bias for each head
-    elif name == "div" and _is_along_data(values):
-        gate = v.QUERY
-    elif name in ("mul", "select_n") and {v.HOT, ""} == {x.gate for x in data}:
-        gate = v.MASKED
+    gate = _gate(name, values, result)
+    if name == "eq" and gate == v.HOT:
+        result = trace.with_choice(result, shape)
+    elif name in _GATES and result.scores:
+        behind = {x for s in result.scores for of in s.operands for x in of}
+        direct = result.sources.keys() - behind
+        tables = [use.path for use in direct if use.by & behind]
+        trace.doubt(tables, "queries are compared with it, as with a table", eqn)
+        none = dict.fromkeys(result.sources, ((),) * len(shape))
+        result = replace(result, sources=none)  # also of a bias for each head
     if name in _COMPARISONS and not result.scores and values[0] != values[1]:
         both = values[0].sources.keys() & values[1].sources.keys()
         of_both = {(x, False) for x in both if axes_in(result.sources[x])}
@@ -170,6 +163,22 @@ def elementwise(
     scores = result.scores if name in LINEAR | _GATES | _OF_GATES else {}
     leaves = _leaves(trace, eqn, name, values)
     return replace(result, gate=gate, scaled=scaled, scores=scores, leaves=leaves)
+
+
+def _gate(name: str, values: Sequence[Value], result: Value) -> str:
+    """Which gates the result is; `values.py` lists them."""
+    if name == "eq" and sum(x.data for x in values) < 2:  # or an identity
+        return v.HOT
+    if name in _GATES and result.data:
+        return v.SOFT
+    if name == "div" and _is_along_data(values):
+        return v.QUERY
+    if name in ("mul", "select_n") and {v.HOT, ""} == {
+        x.gate for x in values if x.data
+    }:
+        return v.MASKED
+    of_gates = v.joined(values[1:]) if name == "select_n" else result
+    return of_gates.gate if name in _OF_GATES else ""
 
 
 def _leaves(

@@ -147,8 +147,8 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if not wide:  # w[3]
         cut(trace, eqn, value, eqn.params["slice_sizes"], v.INDEX)
         for use, parts in value.sources.items():
-            if axes_in(parts, indexed) and len(use.axes(v.OUT)) > 1:
-                trace.doubt([use.path], "a number takes some of its outputs", eqn)
+            for axis in axes_in(parts, indexed) & use.axes(v.OUT):
+                trace.facts.attention[attention.Slice(use, axis, -1, -1)] = None
     if len(wide) == len(indexed) == 1:
         source[wide[0]] = indexed[0]
 
