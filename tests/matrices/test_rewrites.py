@@ -24,7 +24,6 @@ def test_same_reading(title):
         ("x @ w: an identity before", "one_hot_embedding"),
         ("x @ w: a sum of rank one", "decision_transformer"),
         ("operations: sums by ones", "smear"),
-        ("loss: a gradient inside", "dora"),
         ("loss: a step inside", "sharpness_aware"),
         ("members: vmap", "codes_scale_features_of_a_grid"),
         ("members: vmap of checkpoint", "branches_kinds_and_a_power_iteration"),
