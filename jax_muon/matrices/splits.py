@@ -38,7 +38,7 @@ class Split:
     Examples:
       >>> params = {"attn": {"qkv": jnp.ones((4, 12))}}
       >>> splits = {"qkv": jm.Split(("query", "key", "value"))}
-      >>> matrices = jm.find_matrices(params, rules={"*": "muon"}, splits=splits)
+      >>> matrices = jm.find_matrices(params, rules={"attn": "muon"}, splits=splits)
       >>> plan = jm.describe(jm.nanochat(0.02, matrices=matrices), params)
       >>> [x.parameter.path for x in plan.parameters]
       ['attn/qkv/query', 'attn/qkv/key', 'attn/qkv/value']
@@ -60,7 +60,7 @@ class Split:
         Examples:
           >>> splits = {"query": jm.Split.heads(3)}
           >>> params = {"query": jnp.ones((4, 12))}
-          >>> matrices = jm.find_matrices(params, rules={"*": "muon"}, splits=splits)
+          >>> matrices = jm.find_matrices(params, rules={"query": "muon"}, splits=splits)
           >>> tx = jm.nanochat(0.02, matrices=matrices)
           >>> jm.describe(tx, params).parameters[0].matrices  # three of (4, 4)
           (3, 4, 4)
