@@ -60,7 +60,8 @@ class Split:
         Examples:
           >>> splits = {"query": jm.Split.heads(3)}
           >>> params = {"query": jnp.ones((4, 12))}
-          >>> matrices = jm.find_matrices(params, rules={"query": "muon"}, splits=splits)
+          >>> rules = {"query": "muon"}
+          >>> matrices = jm.find_matrices(params, rules=rules, splits=splits)
           >>> tx = jm.nanochat(0.02, matrices=matrices)
           >>> jm.describe(tx, params).parameters[0].matrices  # three of (4, 4)
           (3, 4, 4)
