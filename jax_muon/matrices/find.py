@@ -126,8 +126,13 @@ def find_matrices(
     ruled = apply_rules(rules, readings)
     known = [x.path for x in readings if x.doubt and ruled[x.path].label == ADAMW]
     if function is not None and known:  # like data, which decides about others
+        scans = {x.path: (x.scanned, x.scan) for x in readings}  # data has none
         uses = _by_function(params, function, args, splits, known)
         readings = [x for x in uses if x.path in shapes]
+        for i, x in enumerate(readings):
+            if x.path in known:
+                scanned, scan = scans[x.path]
+                readings[i] = dataclasses.replace(x, scanned=scanned, scan=scan)
         ruled = apply_rules(rules, readings)
     if unused := [x.path for x in ruled.values() if _is_unused_matrix(x)]:
         warnings.warn(

@@ -21,55 +21,18 @@ LINEAR = SUMS | SCALES | {"neg", "convert_element_type", "stop_gradient", "conj"
 LINEAR |= {"real", "imag", "complex", "psum", "pvary", "reshard", "sharding_constraint"}
 # All others hide what they do with a leaf.
 _FUNCTIONS = {
-    "abs",
-    "sign",
-    "floor",
-    "ceil",
-    "round",
-    "sqrt",
-    "rsqrt",
-    "cbrt",
-    "square",
+    *"""
+abs sign floor ceil round sqrt rsqrt cbrt square exp exp2 expm1 log log1p
+logistic sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf
+erfc erf_inv lgamma digamma pow max min integer_pow clamp rem nextafter
+is_finite not and or cumsum cumprod cummax cumlogsumexp reduce
+bitcast_convert_type xor device_put pmax pmin pcast pbroadcast psum_invariant
+mesh_cast layout_constraint
+""".split()
 }
-_FUNCTIONS |= {"exp", "exp2", "expm1", "log", "log1p", "logistic", "sin", "cos", "tan"}
-_FUNCTIONS |= {
-    "asin",
-    "acos",
-    "atan",
-    "atan2",
-    "sinh",
-    "cosh",
-    "tanh",
-    "asinh",
-    "acosh",
-}
-_FUNCTIONS |= {
-    "atanh",
-    "erf",
-    "erfc",
-    "erf_inv",
-    "lgamma",
-    "digamma",
-    "pow",
-    "max",
-    "min",
-}
-_FUNCTIONS |= {
-    "integer_pow",
-    "clamp",
-    "rem",
-    "nextafter",
-    "is_finite",
-    "not",
-    "and",
-    "or",
-}
-_FUNCTIONS |= {"cumsum", "cumprod", "cummax", "cumlogsumexp", "reduce", "square"}
-_FUNCTIONS |= {"bitcast_convert_type", "xor", "device_put", "pmax", "pmin", "pcast"}
-_FUNCTIONS |= {"pbroadcast", "psum_invariant", "mesh_cast", "layout_constraint"}
 _GATES = {"exp", "exp2", "logistic"}
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
-_KNOWN = LINEAR | _FUNCTIONS | {"eq", "ne", "lt", "le", "gt", "ge"}
+_KNOWN = LINEAR | _FUNCTIONS | _COMPARISONS
 _OF_GATES = {"mul", "div", "sub", "convert_element_type", "max", "select_n", "add"}
 
 
@@ -213,6 +176,10 @@ def _leaves(
     if plain and (is_data or name not in SUMS):
         masks = {x: leaves.pop(x) for x in leaves.keys() - beside}
         trace.use(Value(leaves=masks), "elementwise", eqn)
+    if name in SUMS - {"select_n"} and len({x.scaled for x in leaves.values()}) > 1:
+        drawn = [x for x in leaves if leaves[x].scaled]  # mean + sigma * noise
+        why = "data multiplies its elements, then a parameter is added"
+        trace.doubt(drawn, why, eqn)
     wide = [x for x, view in leaves.items() if len(axes_in(view.parts)) > 1]
     are_apart = len({frozenset(x.leaves) for x in values if x.leaves}) > 1
     if name in SCALES and are_apart and len(wide) > 1:
