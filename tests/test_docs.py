@@ -1,7 +1,7 @@
 """Code in README and pages runs, and the links and files that they name exist.
 
-The code of a page may use the names in `stage` in addition to its own imports: a small
-model, its gradients, a loss and its reading, a mesh of eight devices, and a folder.
+The code of a page may use names that it does not define if a sentence of the page says
+that they are the reader's; `stage` has them for all pages.
 """
 
 import ast
@@ -36,8 +36,18 @@ PAGES = sorted(
 )
 
 
+# A sentence of a page: "Here `params`, `loss_fn(params, batch)` and `batch` are yours".
+YOURS = re.compile(r"\bHere ((?:`\w[^`]*`(?:, | and )?)+) (?:is|are) yours")
+
+
+def yours(page):
+    """The names that the code of a page uses without defining them."""
+    said = " ".join(page.read_text().split())
+    return {x for names in YOURS.findall(said) for x in re.findall(r"`(\w+)", names)}
+
+
 def stage(folder):
-    """Names that pages use without defining them."""
+    """What a reader has: a small model with its loss, gradients and reading."""
     params = {
         "attn": {"qkv": jnp.ones((64, 128)), "out": jnp.ones((64, 64))},
         "mlp": {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))},
@@ -50,11 +60,9 @@ def stage(folder):
         return jnp.mean((x + jax.nn.relu(x @ mlp["up"]) @ mlp["down"]) ** 2)
 
     batch = jnp.ones((8, 64))
-    names = {"jax": jax, "jnp": jnp, "optax": optax, "jm": jm, "folder": folder}
-    names |= {"params": params, "grads": params, "loss_fn": loss_fn, "batch": batch}
-    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
     matrices = jm.find_matrices(params, loss_fn, batch)
-    return names | {"mesh": mesh, "specs": None, "matrices": matrices}
+    names = {"params": params, "grads": params, "loss_fn": loss_fn, "batch": batch}
+    return names | {"matrices": matrices, "folder": folder}
 
 
 def run(page, names, capsys):
@@ -68,7 +76,9 @@ def run(page, names, capsys):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs_in_order(page, tmp_path, capsys):
-    run(DOCS / page, stage(tmp_path), capsys)
+    """With what the page says is the reader's, and nothing else."""
+    there, named = stage(tmp_path), yours(DOCS / page)
+    run(DOCS / page, {name: there[name] for name in named}, capsys)
 
 
 def test_the_readme_runs_alone_and_its_optimizer_trains(capsys):

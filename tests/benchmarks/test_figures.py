@@ -73,19 +73,22 @@ def test_heads_joined_and_apart():
     ends = {}
     for line in (RESULTS / "learning" / "heads.jsonl").read_text().splitlines():
         run = json.loads(line)
-        row = run["optimizer"], str(run["steps"])
-        columns = ends.setdefault(row, {"joined": [], "apart": []})
-        columns[run["heads"]].append(run["validation_loss"])
-
-    def cell(losses):
-        assert len(losses) == 3
-        middle = mean(losses)
-        return f"{middle:.4f} ± {max(abs(x - middle) for x in losses):.4f}"
-
-    assert table("heads") == {
-        name: [steps, *map(cell, columns.values())]
-        for (name, steps), columns in ends.items()
-    }
+        case = run["optimizer"], run["steps"], run["heads"]
+        ends.setdefault(case, []).append(run["validation_loss"])
+    said = (
+        "`muon` ended at {} with heads apart and {} joined after 150 steps, "
+        "`nanochat` at {} and {} after 300"
+    )
+    cases = [
+        (name, steps, heads)
+        for name, steps in (("muon", 150), ("nanochat", 300))
+        for heads in ("apart", "joined")
+    ]
+    assert {*cases} == {*ends} and all(len(ends[case]) == 3 for case in cases)
+    text = page("docs/parameters.md")
+    assert said.format(*(f"{mean(ends[case]):.4f}" for case in cases)) in text
+    furthest = max(abs(x - mean(losses)) for losses in ends.values() for x in losses)
+    assert f"seeds are up to {furthest:.2f} from these means" in text
 
 
 tasks = runpy.run_path(str(ROOT / "docs" / "charts.py"))["tasks"]
@@ -108,20 +111,6 @@ def columns(task):
         else:
             whole = [x for x in task[optimizer].values() if len(x) == 3]
             yield min(whole, key=mean)
-
-
-def spread(losses):
-    digits = 3 if mean(losses) > 0.1 else 4
-    return f"{mean(losses):.{digits}f} ± {statistics.stdev(losses):.{digits}f}"
-
-
-def test_first_rates_for_a_user_of_adamw():
-    def row(task):
-        adamw, nanochat, _, _, moonlight = map(spread, columns(task))
-        size = [str(task["width"]), f"{task['lr']:.2g}"]
-        return [*size, adamw, nanochat, moonlight]
-
-    assert table("first_rates") == {x: row(task) for x, task in tasks().items()}
 
 
 def page(name):
