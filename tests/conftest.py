@@ -19,8 +19,12 @@ import jax
 import numpy as np
 import pytest
 
+from jax_muon.matrices.computation import trace
+
 # The package broadcasts no array to more axes; what users write may.
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+trace.RAISES = True
 
 # Programs are large trees of Python objects that live on; looking through them for
 # garbage as often as Python does by itself is a tenth of the suite's time.

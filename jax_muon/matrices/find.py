@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, TypeAlias
 
 import jax
@@ -118,22 +118,21 @@ def find_matrices(
         expected = "the parameters, or their shapes"
         checks.refuse("params", params, expected + checks.injected(params, "matrices"))
     shapes = _shapes(checks.as_arrays("params", trained(params)))
-    if function is None:
-        readings = [_unread(path, x) for path, x in shapes.items()]
-    else:
-        uses = _by_function(params, function, args, splits)
-        readings = [x for x in uses if x.path in shapes]
-    ruled = apply_rules(rules, readings)
-    known = [x.path for x in readings if x.doubt and ruled[x.path].label == ADAMW]
-    if function is not None and known:  # like data, which decides about others
-        scans = {x.path: (x.scanned, x.scan) for x in readings}  # data has none
-        uses = _by_function(params, function, args, splits, known)
-        readings = [x for x in uses if x.path in shapes]
-        for i, x in enumerate(readings):
-            if x.path in known:
-                scanned, scan = scans[x.path]
-                readings[i] = dataclasses.replace(x, scanned=scanned, scan=scan)
-        ruled = apply_rules(rules, readings)
+
+    def read(like_data: Collection[str] = ()) -> dict[str, Parameter]:
+        if function is None:
+            read = [_unread(path, x) for path, x in shapes.items()]
+        else:
+            read = _by_function(params, function, args, splits, like_data)
+        return apply_rules(rules, [x for x in read if x.path in shapes])
+
+    ruled = read()
+    known = {x.path: x for x in ruled.values() if x.doubt and x.label == ADAMW}
+    if known:  # like data, which decides about others
+        ruled = read(known)
+        for path, x in known.items():  # data has no scans
+            now = ruled[path]
+            ruled[path] = dataclasses.replace(now, scanned=x.scanned, scan=x.scan)
     if unused := [x.path for x in ruled.values() if _is_unused_matrix(x)]:
         warnings.warn(
             f"the result of the function depends on none of {', '.join(unused)}, which "
@@ -144,6 +143,8 @@ def find_matrices(
     doubtful = [x for x in ruled.values() if x.label == MUON and x.doubt is not None]
     if doubtful:
         text = list_doubts(doubtful, [*ruled.values()])
+        if strict and function is not None:
+            text += _deciding(doubtful, lambda paths: read([*known, *paths]))
         if strict:
             raise ValueError(text)
         warnings.warn(f"{text}\nThey get the label {ADAMW!r}", stacklevel=2)
@@ -241,6 +242,25 @@ def _by_function(
 
     keywords = {"splits": splits, "like_data": like_data}
     return read_uses(on_arrays, params, *arrays, **keywords)
+
+
+def _deciding(
+    doubtful: Sequence[Parameter],
+    read: Callable[[list[str]], dict[str, Parameter]],
+) -> str:
+    """Which rule "adamw" decides most, as of queries and the kernels they meet."""
+    kinds: dict[str, list[str]] = {}
+    for x in doubtful:
+        kinds.setdefault(trees.numberless(x.path), []).append(x.path)
+    decided = {
+        paths[0]: {x.path for x in doubtful if not read(paths)[x.path].doubt} - {*paths}
+        for paths in (kinds.values() if len(kinds) > 1 else ())
+    }
+    best = max(decided, key=lambda path: len(decided[path]), default="")
+    if not decided.get(best):
+        return ""
+    others = ", ".join(map(repr, sorted(decided[best])))
+    return f"\nIf {{{best!r}: {ADAMW!r}}} is right, it decides {others} as well."
 
 
 def _is_unused_matrix(x: Parameter) -> bool:

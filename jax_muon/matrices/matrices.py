@@ -333,6 +333,8 @@ def list_doubts(doubtful: Sequence[Parameter], parameters: Sequence[Parameter]) 
         pattern: {path for path in possible if trees.matches(pattern, path)}
         for pattern, _ in patterns
     }
+    is_unread = any(x.role == "-" for x in doubtful)
+    loss = f"a loss that shows it, {_READ}, or " if is_unread else ""
     lines: list[str] = []
     ruled: set[str] = set()  # by the lines so far
     for pattern, kind in sorted(patterns, key=lambda x: len(matched[x[0]])):
@@ -348,8 +350,8 @@ def list_doubts(doubtful: Sequence[Parameter], parameters: Sequence[Parameter]) 
     return "\n".join(
         [
             f"nothing says whether {len(doubtful)} of {len(parameters)} parameters are "
-            f"matrices; expected a loss that shows it, {_READ}, or a rule for each, in "
-            "matrices= of an optimizer or rules= of jax_muon.find_matrices: {",
+            f"matrices; use {loss}a rule for each, in matrices= of an optimizer or "
+            "rules= of jax_muon.find_matrices: {",
             *lines,
             "}",
             f"{MUON!r} is a matrix (in, out), as in x @ w. MuonDimensionNumbers, from "

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from jax_muon.matrices.computation.trace import RULES
+from jax_muon.matrices.computation import trace
 from jax_muon.matrices.matrices import MatrixAxes
 from tests.programs.parts import floats
 from tests.recipes import RECIPES
@@ -229,16 +229,22 @@ def test_a_result_without_parameters():
 
 
 def test_a_mistake_of_ours_says_what_to_write(monkeypatch):
-    """An error while a loss is followed is no bare KeyError."""
+    """An error in a rule loses the leaves of one operation, and is no bare KeyError."""
 
     def broken(trace, eqn, values):
         raise KeyError("tanh")
 
-    monkeypatch.setitem(RULES, "tanh", broken)
-    words = r"loss.* could not be followed, .* KeyError\('tanh'\); expected labels"
+    monkeypatch.setitem(trace.RULES, "tanh", broken)
+    words = r"'v': 'adamw or muon'.* a mistake of jax_muon, KeyError\('tanh'\), at test"
 
     def loss(p, x):
-        return jnp.sum(jnp.tanh(x @ p["w"]))
+        return jnp.sum((x @ p["w"]) * jnp.tanh(p["v"]) @ p["out"])
 
+    params = {"w": floats(6, 8), "v": floats(5, 8), "out": floats(8, 2)}
+    with pytest.raises(KeyError):  # in tests
+        jm.find_matrices(params, loss, floats(5, 6))
+    monkeypatch.setattr(trace, "RAISES", False)
     with pytest.raises(ValueError, match=words):
-        jm.find_matrices({"w": floats(6, 8)}, loss, floats(5, 6))
+        jm.find_matrices(params, loss, floats(5, 6))
+    found = jm.find_matrices(params, loss, floats(5, 6), rules={"v": "adamw"})
+    assert [x.role for x in found.values()] == ["head", "input", "kernel"]

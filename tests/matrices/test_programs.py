@@ -66,6 +66,15 @@ def test_rules_decide(name):
         assert judge(program.answers[path], read[path]) == (RIGHT, ""), read[path]
 
 
+def test_a_refusal_names_the_rule_that_decides_most():
+    """Learned patterns are like data, or else the matrices that they meet may be."""
+    program = PROGRAMS["stored_patterns"]
+    with pytest.raises(ValueError) as caught:
+        jm.find_matrices(program.params, program.loss, *program.args)
+    last = str(caught.value).splitlines()[-1]
+    assert last == "If {'patterns': 'adamw'} is right, it decides 'k', 'v' as well."
+
+
 def rule(letters):
     """A label, or the dimension numbers of "bio": (1, 2)."""
     if letters == "adamw":

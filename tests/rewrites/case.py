@@ -181,7 +181,6 @@ def changes(title: str, name: str) -> list[tuple[str, str]] | None:
                 return None
             text = str(error)
             is_clear = isinstance(error, ValueError) and "expected" in text
-            is_clear = is_clear and "a mistake of jax_muon" not in text
             text = f"{type(error).__name__}: {text[:150]}"
             return [("clear" if is_clear else "bare", text)]
     shapes = [x.shape for x in jax.tree.leaves(original.params)]

@@ -22,9 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_muon.matrices.computation import trace
 from tests.rewrites import REWRITES, changes, programs
 from tests.rewrites.case import only, rewritten
 
+trace.RAISES = True
 KINDS = ("label", "axes", "clear", "bare")
 
 

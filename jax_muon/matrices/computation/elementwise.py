@@ -19,20 +19,17 @@ from jax_muon.matrices.computation.values import Parts, Shape, Value, View, axes
 SUMS, SCALES = {"add", "sub", "add_any", "select_n"}, {"mul", "div"}
 LINEAR = SUMS | SCALES | {"neg", "convert_element_type", "stop_gradient", "conj"}
 LINEAR |= {"real", "imag", "complex", "psum", "pvary", "reshard", "sharding_constraint"}
-# All others hide what they do with a leaf.
-_FUNCTIONS = {
-    *"""
-abs sign floor ceil round sqrt rsqrt cbrt square exp exp2 expm1 log log1p
-logistic sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf
-erfc erf_inv lgamma digamma pow max min integer_pow clamp rem nextafter
-is_finite not and or cumsum cumprod cummax cumlogsumexp reduce
-bitcast_convert_type xor device_put pmax pmin pcast pbroadcast psum_invariant
-mesh_cast layout_constraint
-""".split()
-}
+_FUNCTIONS = """
+    abs sign floor ceil round sqrt rsqrt cbrt square exp exp2 expm1 log log1p logistic
+    sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc erf_inv
+    lgamma digamma pow max min integer_pow clamp rem nextafter is_finite not and or
+    cumsum cumprod cummax cumlogsumexp reduce bitcast_convert_type xor device_put pmax
+    pmin pcast pbroadcast psum_invariant mesh_cast layout_constraint
+"""
 _GATES = {"exp", "exp2", "logistic"}
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
-_KNOWN = LINEAR | _FUNCTIONS | _COMPARISONS
+# All others hide what they do with a leaf.
+_KNOWN = {*LINEAR, *_FUNCTIONS.split(), *_COMPARISONS}
 _OF_GATES = {"mul", "div", "sub", "convert_element_type", "max", "select_n", "add"}
 
 
@@ -48,12 +45,7 @@ def _elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value
         pairs = zip(values, given, strict=True)
         values = [_repeated(x, of, shape) for x, of in pairs]
         return [elementwise(trace, eqn, name, values, shape)] * len(shapes)
-    for value in values:
-        trace.use(value, "opaque", eqn)
-        trace.lose(value.leaves, f"it goes into {name}", eqn)
-    is_data = any(x.data or x.leaves for x in values)
-    result = replace(v.joined(values), gate="", data=is_data)
-    return [result.bare(x) for x in shapes]
+    return trace.opaque(eqn, values, f"it goes into {name}")
 
 
 def _note_rows(

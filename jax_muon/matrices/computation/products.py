@@ -85,7 +85,8 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         leaves = result.leaves.items()
         after = {x: replace(of, activated=of.activated and is_sum) for x, of in leaves}
         return replace(result, leaves=after)
-    for leaf, view in other.leaves.items() if other.data else ():
+    beside = other.leaves if other.data and not is_backward else {}
+    for leaf, view in beside.items():
         if view.went(v.PICKED, v.INNER) or len(axes_in(view.parts)) < 2:
             continue
         if view.scaled:

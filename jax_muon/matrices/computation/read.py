@@ -33,19 +33,12 @@ def read_uses(
     Those in `like_data`, by a rule of the user, are no matrices. Nothing is computed.
 
     Raises:
-      ValueError: the result does not depend on any parameter, or cannot be followed.
+      ValueError: the result does not depend on any parameter.
     """
     leaves, readings = trees.leaves_with_paths(params), []
     leaves = [x for x in leaves if hasattr(x[1], "shape")]
     for jaxpr, constants in _traced(function, params, args):
-        try:
-            read = _read(jaxpr, constants, leaves, splits, like_data)
-        except Exception as error:
-            raise ValueError(
-                f"{function} could not be followed, a mistake of jax_muon: {error!r}; "
-                "expected labels instead of a loss until it is mended, as {'embed': "
-                "'adamw', '*': 'muon'}"
-            ) from error
+        read = _read(jaxpr, constants, leaves, splits, like_data)
         if leaves and all(x.role == "unused" for x in read):
             raise ValueError(
                 f"the result of {function} depends on none of the {len(leaves)} param"

@@ -21,6 +21,7 @@ from jax_muon.matrices.computation.values import Use, Value, axes_in
 Rule = Callable[["Trace", JaxprEqn, list[Value]], Value | list[Value]]
 RULES: dict[str, Rule] = {}
 ELEMENTWISE = "elementwise"  # the rule of all others
+RAISES = False  # in tests a mistake in a rule is an error
 # The side of an axis that is gone in this way.
 _SIDES = {v.LOOP: v.ROW, v.INDEX: v.ROW, v.PICKED: v.BATCH}
 
@@ -105,9 +106,23 @@ class Trace:
             pairs = zip(values, closed.jaxpr.invars, eqn.invars, strict=True)
             shards = [_shard(x, shape_of(a), shape_of(b)) for x, a, b in pairs]
             return self.call(eqn, closed, shards)
-        result = RULES.get(name, RULES[ELEMENTWISE])(self, eqn, values)
+        try:
+            result = RULES.get(name, RULES[ELEMENTWISE])(self, eqn, values)
+        except Exception as error:
+            if RAISES:
+                raise
+            result = self.opaque(eqn, values, f"a mistake of jax_muon, {error!r},")
         results = result if isinstance(result, list) else [result] * len(eqn.outvars)
         return [self._without_taken(x, self.is_backward(eqn)) for x in results]
+
+    def opaque(self, eqn: JaxprEqn, values: list[Value], why: str) -> list[Value]:
+        """The results of an operation that hides what it does with its leaves."""
+        for value in values:
+            self.use(value, "opaque", eqn)
+            self.lose(value.leaves, why, eqn)
+        is_data = any(x.data or x.leaves for x in values)
+        result = replace(v.joined(values), gate="", data=is_data)
+        return [result.bare(shape_of(x)) for x in eqn.outvars]
 
     def _without_taken(self, value: Value, is_backward: bool) -> Value:
         """A value that forgets products whose results others take, if it has many.
