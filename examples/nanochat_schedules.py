@@ -1,4 +1,4 @@
-"""The schedules of nanochat's trainer, for `momentum=` and `weight_decay=`.
+"""nanochat's trainer: its schedules, and its optimizer as of July 3, 2026.
 
 https://github.com/karpathy/nanochat/blob/master/scripts/base_train.py
 """
@@ -7,7 +7,57 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+import jax_muon as jm
 from jax_muon.recipes import VERSIONS
+
+
+def july_2026(
+    num_steps: int, width: int, matrices: jm.Matrices
+) -> optax.GradientTransformation:
+    """For a model with an embedding `wte` and a head `lm_head`.
+
+    Value embeddings have half the rate of `wte`, and decay of 0.01. All else that is no
+    matrix gets AdamW as `resid_lambdas`; nanochat gives `x0` 0.5, 0.96, 0.95 and 0.
+
+    Args:
+        num_steps: of updates; inside `optax.MultiSteps` each has several batches.
+        width: of the residual stream.
+        matrices: what `jax_muon.find_matrices` returns for it, with the rules
+            {"wte": "embedding", "lm_head": "head"}, or rules alone.
+    """
+
+    def adamw(
+        peak: float, b1: float, b2: float, decay: float
+    ) -> optax.GradientTransformation:
+        rate = learning_rate(peak, num_steps)
+        return jm.adamw(rate, b1=b1, b2=b2, eps=1e-10, weight_decay=decay)
+
+    wide = (width / 768) ** -0.5
+    return jm.nanochat(
+        learning_rate(0.02, num_steps),
+        matrices=matrices,
+        groups={
+            "embedding": adamw(0.3 * wide, 0.8, 0.995, 0.001),
+            "head": adamw(0.008 * wide, 0.8, 0.96, 0.01),
+        },
+        adamw=adamw(0.005, 0.8, 0.95, 0.05),
+        momentum=momentum(num_steps, "2026-07"),
+        weight_decay=weight_decay(0.28, num_steps, "2026-07"),
+        version="2026-07",
+    )
+
+
+def learning_rate(peak: float, num_steps: int) -> optax.Schedule:
+    """A rate of July 2026: 40 steps up, level, and down to 5 % over the last 65 %.
+
+    A run of fewer than 115 steps rises in the 35 % that are left.
+    """
+    down = round(0.65 * num_steps)
+    warm = min(40, num_steps - down)
+    up = optax.linear_schedule(peak / warm, peak, warm - 1)
+    fall = optax.linear_schedule(peak, 0.05 * peak, down)
+    parts = [up, optax.constant_schedule(peak), fall]
+    return optax.join_schedules(parts, [warm - 1, num_steps - down])
 
 
 def momentum(num_steps: int, version: str = "2026-01") -> optax.Schedule:

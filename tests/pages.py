@@ -1,4 +1,8 @@
-"""The code for frameworks: of docs/frameworks.md, and of `outside/*/read.py`."""
+"""The code of pages, for tests that run it.
+
+A page defines the names that its code uses, or says that they are the reader's, in a
+sentence such as "Here `params`, `loss_fn(params, batch)` and `batch` are yours".
+"""
 
 import pathlib
 import re
@@ -6,19 +10,25 @@ import runpy
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "frameworks.md"
+YOURS = re.compile(r"\bHere ((?:`\w[^`]*`(?:, | and )?)+) (?:is|are) yours")
 
 
-def blocks(heading, language="python"):
-    """The code blocks under a heading."""
-    section = re.search(rf"\n## {heading}\n(.*?)(?=\n## |\Z)", PAGE.read_text(), re.S)
-    return re.findall(rf"```{language}\n(.*?)```", section[1], re.S)
+def yours(text):
+    """The names that code uses without defining them, as its page says."""
+    said = " ".join(text.split())
+    return {x for names in YOURS.findall(said) for x in re.findall(r"`(\w+)", names)}
 
 
 def run(heading, **given):
-    """The names that the code of a section defines, which may be in a file."""
+    """The names that the code of a section defines, which may be in a file.
+
+    In docs/frameworks.md, or `outside/*/read.py`.
+    """
     file = ROOT / "outside" / heading.lower() / "read.py"
     if file.exists():
         return runpy.run_path(str(file), given)
-    (block,) = blocks(heading)
-    exec(block, given)
+    section = re.search(rf"\n## {heading}\n(.*?)(?=\n## |\Z)", PAGE.read_text(), re.S)
+    (code,) = re.findall(r"```python\n(.*?)```", section[1], re.S)
+    assert yours(section[1]) == {*given}
+    exec(code, given)
     return given

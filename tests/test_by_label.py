@@ -161,11 +161,34 @@ def test_schedules_are_those_of_nanochats_trainer(steps):
         "2026-07": lambda t: 0.1 * (1 + np.cos(np.pi * t / steps)),
     }
     momentum["2026-03"], decay["2026-03"] = momentum["2026-07"], decay["2026-07"]
+
+    def rate(t):
+        left = min((steps - t) / (steps - down), 1)
+        return min((t + 1) / 40, left + 0.05 * (1 - left))
+
     t = jnp.arange(steps)
     for version in VERSIONS:
         for found, expected in (
+            (nanochat_schedules.learning_rate(1.0, steps), rate),
             (nanochat_schedules.momentum(steps, version), momentum[version]),
             (nanochat_schedules.weight_decay(0.2, steps, version), decay[version]),
         ):
             by_hand = [expected(int(i)) for i in t]
             np.testing.assert_allclose(jax.vmap(found)(t), by_hand, atol=1e-6)
+
+
+def test_nanochats_optimizer_of_july():
+    """First steps of 1/40 of the rates: in elements for AdamW, in the norm for Muon."""
+    params = trees.normal(
+        {"wte": (32, 16), "lm_head": (16, 32), "up": (16, 16), "b": (16,)}
+    )
+    rules = {"wte": "embedding", "lm_head": "head", "up": "muon"}
+    tx = nanochat_schedules.july_2026(1000, 192, rules)
+    updates, _ = tx.update(
+        params, tx.init(params), jax.tree.map(jnp.zeros_like, params)
+    )
+    for name, rate in (("wte", 0.3 * 2), ("lm_head", 0.008 * 2), ("b", 0.005)):
+        np.testing.assert_allclose(jnp.abs(updates[name]), rate / 40, rtol=1e-4)
+    assert float(jnp.linalg.norm(updates["up"])) == pytest.approx(
+        0.02 / 40 * 4, rel=0.3
+    )

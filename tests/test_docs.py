@@ -18,7 +18,7 @@ import optax
 import pytest
 
 import jax_muon as jm
-from tests import trees
+from tests import pages, trees
 from tests.matrices import toy
 from tests.recipes import RECIPES, SHAPES
 
@@ -34,16 +34,6 @@ PAGES = sorted(
     for page in DOCS.glob("*.md")
     if BLOCK.search(page.read_text()) and page.name != "frameworks.md"
 )
-
-
-# A sentence of a page: "Here `params`, `loss_fn(params, batch)` and `batch` are yours".
-YOURS = re.compile(r"\bHere ((?:`\w[^`]*`(?:, | and )?)+) (?:is|are) yours")
-
-
-def yours(page):
-    """The names that the code of a page uses without defining them."""
-    said = " ".join(page.read_text().split())
-    return {x for names in YOURS.findall(said) for x in re.findall(r"`(\w+)", names)}
 
 
 def stage(folder):
@@ -77,7 +67,7 @@ def run(page, names, capsys):
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs_in_order(page, tmp_path, capsys):
     """With what the page says is the reader's, and nothing else."""
-    there, named = stage(tmp_path), yours(DOCS / page)
+    there, named = stage(tmp_path), pages.yours((DOCS / page).read_text())
     run(DOCS / page, {name: there[name] for name in named}, capsys)
 
 
@@ -116,10 +106,8 @@ def anchors(page):
 
 
 def test_every_link_between_pages_leads_somewhere():
-    pages = [
-        x for folder in ("docs", ".", "benchmarks") for x in ROOT.glob(f"{folder}/*.md")
-    ]
-    for page in pages:
+    folders = (DOCS, ROOT, ROOT / "benchmarks")
+    for page in (x for folder in folders for x in folder.glob("*.md")):
         for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
             name, _, anchor = target.partition("#")
             other = page.parent / name if name else page
@@ -129,8 +117,7 @@ def test_every_link_between_pages_leads_somewhere():
 
 def test_every_row_of_a_table_has_the_cells_of_its_header():
     """A | in code ends a cell, too."""
-    pages = [*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    for page in pages:
+    for page in [*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
         for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
             cells = {len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}
@@ -140,8 +127,8 @@ def test_every_row_of_a_table_has_the_cells_of_its_header():
 def test_the_files_that_pages_name_are_there():
     """Paths from the root, the package or docs; frameworks.md names files of others."""
     named = re.compile(r"`((?:\w+/)+[\w*]+\.(?:py|md|json|ipynb))`")
-    pages = {*DOCS.glob("*.md"), *ROOT.glob("*.md")} - {DOCS / "frameworks.md"}
-    for page in sorted(pages):
+    others = {DOCS / "frameworks.md"}
+    for page in sorted({*DOCS.glob("*.md"), *ROOT.glob("*.md")} - others):
         for name in named.findall(page.read_text()):
             places = (ROOT, ROOT / "jax_muon", DOCS)
             assert any(any(x.glob(name)) for x in places), f"{page.name}: {name}"

@@ -12,7 +12,9 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from jax_muon.base.trees import leaves_with_paths
@@ -27,10 +29,12 @@ def test_flax():
     found = pages.run("Flax")
     model, x, y, matrices = (found[name] for name in ("model", "x", "y", "matrices"))
     labels = {path: x.label for path, x in matrices.items() if len(x.shape) > 1}
-    assert labels == {"up/kernel": "muon", "down/kernel": "adamw"}
+    assert labels == {"layers/0/kernel": "muon", "layers/4/kernel": "adamw"}
     values = [found["train_step"](model, found["optimizer"], x, y) for _ in range(3)]
     assert values[2] < values[0]
-    assert model.dropout.rngs.count[...] == 3  # of the steps alone, not of the reading
+    assert (
+        model.layers[3].rngs.count[...] == 3
+    )  # of the steps alone, not of the reading
 
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     assert set(matrices) == {path for path, _ in leaves_with_paths(params)}
@@ -105,16 +109,14 @@ def test_state_in_the_hosts_memory():
         RECIPES["muon"](ns_steps=2, matrices={"up": "muon"}), mesh, divide="data"
     )
     params = grads = trees.normal({"up": (16, 64), "b": (16,)})
-    names = {"jax": jax, "jm": jm, "tx": tx, "params": params, "mesh": mesh}
-    found = pages.run("State in the host's memory", **names)
-    host = found["host"]
+    found = pages.run("State in the host's memory", tx=tx, params=params)
+    kept = found["state"]
 
     @functools.partial(jax.jit, donate_argnums=1)
     def offloaded(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    kept = jax.jit(tx.init, out_shardings=host)(params)
     for _ in range(2):
         params, kept = offloaded(params, kept, grads)
     for leaf, there in zip(*map(jax.tree.leaves, (kept, found["there"])), strict=True):
@@ -172,9 +174,11 @@ SHAPES = {"wte": (64, 16), "scale": (16,), "up": (16, 64), "down": (64, 16)}
 
 def test_diloco():
     """Every worker gets the updates of one alone, on separate devices."""
-    found = pages.run("DiLoCo and ensembles")
-    mesh, inner = found["mesh"], found["inner"]
-    workers = mesh.shape["worker"]
+    workers = 4
+    mesh = jax.make_mesh((workers, 2), ("worker", "data"), 2 * (AxisType.Auto,))
+    matrices = {"wte": "adamw", "*": MuonDimensionNumbers(-2, -1)}
+    recipe = jm.nanochat(0.02, adamw=jm.adamw(3e-3), matrices=matrices)
+    inner = jm.on_mesh(recipe, NamedSharding(mesh, P("worker")), divide="data")
     shared = trees.normal(SHAPES)
     grads = trees.normal({k: (workers, *shape) for k, shape in SHAPES.items()}, 1)
     start = jax.tree.map(lambda x: jnp.stack(workers * [x]), shared)

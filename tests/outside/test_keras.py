@@ -1,6 +1,5 @@
 """`keras.optimizers.Muon` on JAX is `jm.moonlight`."""
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -26,23 +25,19 @@ def test_the_step_of_the_page(keras, rng, as_users_write):
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(24, activation="relu"), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((6,)), *layers])
-    params = {v.path: v.value for v in model.trainable_variables}
     x = rng.standard_normal((32, 6)).astype(np.float32)
-    y, page = np.sin(x[:, :1]), pages.run("Keras")
-
-    def mean_square(y, out):
-        return jnp.mean((out - y) ** 2)
-
-    matrices = jm.find_matrices(params, page["loss_of"](model, mean_square), x, y)
-    tx = jm.moonlight(0.02, matrices=matrices, adamw=jm.adamw(0.02))
-    step, state, losses = page["make_step"](model, tx, mean_square), tx.init(params), []
+    y = np.sin(x[:, :1])
+    page = pages.run("Keras", model=model, x=x, y=y)
+    params, losses = page["params"], [float(page["value"])]
+    state = page["tx"].init(params)
     for _ in range(20):
-        before, (params, state, loss) = params, step(params, state, x, y)
+        params, state, loss = page["step"](params, state, x, y)
         losses.append(float(loss))
     assert losses[-1] < losses[0] / 4
     for v in model.trainable_variables:
-        v.assign(before[v.path])
-    assert mean_square(y, np.asarray(model(x))) == pytest.approx(losses[-1], rel=1e-5)
+        v.assign(params[v.path])
+    loss = float(page["loss_fn"](params, x, y))
+    assert np.mean((np.asarray(model(x)) - y) ** 2) == pytest.approx(loss, rel=1e-5)
 
 
 def test_trajectory(keras):
