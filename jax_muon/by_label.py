@@ -76,7 +76,7 @@ def _check_labels(parameters: Sequence[Parameter], transforms: Transforms) -> No
         if x.label == ADAMW and not floats:
             raise ValueError(
                 f"parameter {x.path!r} of shape {x.shape} has dtype {x.dtype}, which "
-                "AdamW cannot train; expected another label, such as 'frozen' with "
+                "AdamW cannot train; use another label, such as 'frozen' with "
                 "optax.set_to_zero()"
             )
     lacking = [x for x in parameters if x.label not in transforms]

@@ -202,7 +202,7 @@ def _polar(
     def polar(x: Float[Array, "*b m n"]) -> Float[Array, "*b m n"]:
         if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
             raise ValueError(
-                "ns_steps or eps is an array inside on_mesh; expected numbers: under "
+                "ns_steps or eps is an array inside on_mesh; use numbers: under "
                 'optax.inject_hyperparams pass static_args=("ns_steps", "eps")'
             )
         of_dtype = dataclasses.replace(settings, dtype=wider(x.dtype, jnp.bfloat16))

@@ -139,7 +139,7 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Array]]) -> None:
     if not varying(jax.lax.axis_index(manual)):
         raise ValueError(
             f"{what} is inside jax.pmap, or shard_map with check_vma=False, where JAX "
-            "does not track what differs between devices; expected it within "
+            "does not track what differs between devices; use it within "
             "jax_muon.on_replicas(tx), if all have whole parameters and the same "
             "gradients; or the update outside, or in shard_map with check_vma=True"
         )
@@ -148,7 +148,7 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Array]]) -> None:
             raise ValueError(
                 f"{what}: parameter {path!r} differs between the devices of the mesh "
                 f"axis {differing}, inside shard_map, and would be treated block by "
-                "block; expected jax_muon.on_mesh(tx, mesh) outside of it, on the "
+                "block; use jax_muon.on_mesh(tx, mesh) outside of it, on the "
                 "gradients that it returns, as in jax_muon.make_train_step"
             )
 
@@ -232,7 +232,7 @@ def specs_of(
         if AxisType.Auto in mesh.axis_types and mesh.size > 1:
             raise ValueError(
                 f"parameter {path!r} is on a mesh {dict(mesh.shape)} with Auto axes, "
-                "where types show no sharding; expected the optimizer within "
+                "where types show no sharding; use the optimizer within "
                 "jax_muon.on_mesh(tx, where), with jax.tree.map(lambda p: p.sharding, "
                 "params), or with the mesh for replicated parameters"
             )

@@ -157,8 +157,7 @@ def check_params(what: str, params: PyTree) -> None:
     """The parameters must be passed to update."""
     if params is None:
         raise ValueError(
-            f"{what} needs the parameters; expected tx.update(updates, state, params), "
-            "got params=None"
+            f"{what} needs the parameters; use tx.update(updates, state, params)"
         )
 
 

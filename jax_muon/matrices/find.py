@@ -136,7 +136,7 @@ def find_matrices(
     if unused := [x.path for x in ruled.values() if _is_unused_matrix(x)]:
         warnings.warn(
             f"the result of the function depends on none of {', '.join(unused)}, which "
-            f"get the label {ADAMW!r}; expected the loss that trains them, or a rule "
+            f"get the label {ADAMW!r}; use the loss that trains them, or a rule "
             "for them in rules=",
             stacklevel=2,
         )
@@ -299,7 +299,7 @@ def _shapes(params: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
     if len(leaves) < len(flat):
         twice = next(path for path, x in flat if leaves[path] is not x)
         raise ValueError(
-            f"two parameters have the path {twice!r}; expected different paths, since "
+            f"two parameters have the path {twice!r}; use different paths, since "
             "labels and rules go by them"
         )
     return {

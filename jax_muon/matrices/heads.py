@@ -19,7 +19,7 @@ def heads_apart(
     apart, head_splits = dict(parameters), dict[str, Split]()
     if not any(x.heads for x in parameters.values()):
         raise ValueError(
-            "heads='apart': the loss shows no attention; expected a loss in which a "
+            "heads='apart': the loss shows no attention; use a loss in which a "
             "softmax of queries and keys weighs values, or heads='joined'"
         )
     for path, x in parameters.items():
@@ -32,7 +32,7 @@ def heads_apart(
                 continue
             raise ValueError(
                 f"heads='apart': the loss shows no heads of parameter {path!r} of "
-                f"shape {x.shape}; expected splits={{{path!r}: Split.heads(number)}}, "
+                f"shape {x.shape}; use splits={{{path!r}: Split.heads(number)}}, "
                 "or heads='joined'"
             )
         for axis in {axis: None for axis, _, _ in x.heads}:
@@ -47,7 +47,7 @@ def heads_apart(
         if others := [y for y in parameters if y != path and trees.matches(path, y)]:
             raise ValueError(
                 f"heads='apart': the path {path!r} is a part of {others[0]!r}, so no "
-                "pattern means it alone; expected splits= for both, or other names"
+                "pattern means it alone; use splits= for both, or other names"
             )
     return apart, head_splits
 

@@ -72,14 +72,14 @@ def apply_rules(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Para
         if others and where not in deciding[where]:
             raise ValueError(
                 f"rules at {where!r}: {value} never applies, since the rule at "
-                f"{min(others)!r} comes first and matches {paths} as well; expected "
+                f"{min(others)!r} comes first and matches {paths} as well; write "
                 "the narrower rule first"
             )
         is_matrix = matched[where] and _means_matrices(value)
         if is_matrix and all(ruled[x].label == ADAMW for x in matched[where]):
             raise ValueError(
                 f"rules at {where!r}: {value} for parameters that all have the "
-                f"label {ADAMW!r}: {paths}; expected the whole path of a parameter, or "
+                f"label {ADAMW!r}: {paths}; use the whole path of a parameter, or "
                 "a pattern of matrices, before rules with other labels"
             )
     _check_stacked_vectors(by_pattern, ruled.values())

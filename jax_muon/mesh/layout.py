@@ -135,7 +135,7 @@ class Layout:
             if sharding and any(dividing(sharding.spec, sharding.mesh.shape)):
                 raise ValueError(
                     f"parameter {path!r} is sharded by {sharding.spec} on a mesh with "
-                    "Auto axes, which types do not show; expected jax_muon.on_mesh(tx, "
+                    "Auto axes, which types do not show; use jax_muon.on_mesh(tx, "
                     "jax.tree.map(lambda p: p.sharding, params))"
                 )
 
@@ -205,7 +205,7 @@ def _shown(path: str, x: Shaped) -> PartitionSpec:
     if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None:
         raise ValueError(
             f"parameter {path!r} of shape {x.shape} shows no sharding, and where is a "
-            "mesh with Explicit axes; expected the parameters on the mesh, or "
+            "mesh with Explicit axes; use parameters on the mesh, or "
             "jax.ShapeDtypeStruct(..., sharding=jax.sharding.NamedSharding(mesh, spec))"
         )
     return jax.typeof(x).sharding.spec

@@ -331,7 +331,7 @@ def _on_auto_axes(
         )
     if array_types.surroundings().layout is not None:
         raise ValueError(
-            "on_mesh inside of on_mesh; expected one, around all other transforms"
+            "on_mesh inside of on_mesh; use one, around all other transforms"
         )
     outside = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in users_axes:

@@ -326,7 +326,7 @@ class TrainStep:
                     why = f"it is sharded along its layers, by {spec}"
                 warnings.warn(
                     f"parameter {path!r} is gathered whole, all layers at "
-                    f"once: {why}; expected one scan_layers and nothing else",
+                    f"once: {why}; use one scan_layers and nothing else",
                     stacklevel=2,
                 )
         return Gathers(placed, marks, layer_specs)
@@ -628,7 +628,7 @@ def _check_alive(params: optax.Params, state: optax.OptState) -> None:
     path, x = next(x for x in trees.leaves_with_paths(both) if _is_deleted(x[1]))
     raise ValueError(
         f"{path!r} of shape {x.shape} is deleted: an earlier call updated it in place; "
-        "expected params, state, metrics = step(params, state, batch), or "
+        "use params, state, metrics = step(params, state, batch), or "
         "make_train_step(donate=False)"
     )
 

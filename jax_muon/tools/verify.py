@@ -173,7 +173,7 @@ def compare(
     if must_move and not moved:
         # Under optax.MultiSteps(tx, 4), or while a schedule of rates begins at 0.
         problems.append(
-            "all updates are 0, so that nothing was compared; expected an optimizer "
+            "all updates are 0, so that nothing was compared; use an optimizer "
             "that moves parameters in its first two steps"
         )
     devices = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
@@ -187,7 +187,7 @@ def compare(
         sum(any(dividing(spec, mesh.shape)) for spec in some)
         for some in (placed.param_specs, placed.state_specs)
     )
-    hint = "; expected one of at least 256 x 256 that is sharded or repeated"
+    hint = "; use one of at least 256 x 256 that is sharded or repeated"
     remarks = (
         f"the mesh {devices}, compared with one device",
         f"sharded: {sharded} of {len(placed.paths)} parameters, and the state of "

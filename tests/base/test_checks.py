@@ -201,7 +201,7 @@ WRONG |= {  # at init,
     "two parameters have the path 'a/b'": lambda: init(
         nanochat(), {"a/b": jnp.ones((4, 6)), "a": {"b": jnp.ones((4, 6))}}
     ),
-    "dtype int32, which AdamW cannot train; expected": lambda: init(
+    "dtype int32, which AdamW cannot train; use": lambda: init(
         nanochat(), {"z": jnp.zeros((), "int32")}
     ),
     "dtype float8_e4m3fn, which AdamW cannot train": lambda: init(

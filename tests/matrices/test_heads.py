@@ -200,7 +200,7 @@ def no_heads(x, p):
 
 
 ERRORS = [
-    (no_heads, {}, r"no heads of parameter 'q' of shape \(24, 24\); expected splits="),
+    (no_heads, {}, r"no heads of parameter 'q' of shape \(24, 24\); use splits="),
     (lambda x, p: jnp.tanh(x @ p["q"]) @ p["o"], {"rules": {}}, "shows no attention"),
     (separate, {"joins": 2}, "joins=2; expected None with heads='apart'"),
 ]

@@ -124,9 +124,9 @@ def test_arrays_sharded_on_auto_axes_without_specs():
     for call in (MUON.update, jax.jit(MUON.update)):
         with pytest.raises(ValueError, match=r"'w' .* Auto axes.*jax_muon.on_mesh"):
             call(divided, state, divided)
-    with pytest.raises(ValueError, match=r"'w' is sharded .* expected jax_muon.on_m"):
+    with pytest.raises(ValueError, match=r"'w' is sharded .* use jax_muon.on_m"):
         tx.init(divided)
-    with pytest.raises(ValueError, match=r"'w' is sharded .* expected jax_muon.on_m"):
+    with pytest.raises(ValueError, match=r"'w' is sharded .* use jax_muon.on_m"):
         tx.update(divided, tx.init(case.put(whole, P(), mesh)), divided)
     # Over one device nothing is sharded, whatever the spec says.
     jm.on_mesh(MUON, mesh_of(1)).init(case.put(whole, P("data"), mesh_of(1)))
@@ -184,7 +184,7 @@ def test_on_mesh_twice():
     tx, params = jm.on_mesh(MUON, mesh_of(4)), {"w": jnp.ones((8, 12))}
     for inner in (tx, optax.chain(optax.identity(), tx)):
         again = jm.on_mesh(inner, mesh_of(4))
-        with pytest.raises(ValueError, match="on_mesh inside of on_mesh; expected one"):
+        with pytest.raises(ValueError, match="on_mesh inside of on_mesh; use one"):
             again.init(params)
 
 

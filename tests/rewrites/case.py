@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import re
 import sys
 import types
 import warnings
@@ -180,7 +181,9 @@ def changes(title: str, name: str) -> list[tuple[str, str]] | None:
             if not fits(case):
                 return None
             text = str(error)
-            is_clear = isinstance(error, ValueError) and "expected" in text
+            is_clear = isinstance(error, ValueError) and bool(
+                re.search("expected|use ", text)
+            )
             text = f"{type(error).__name__}: {text[:150]}"
             return [("clear" if is_clear else "bare", text)]
     shapes = [x.shape for x in jax.tree.leaves(original.params)]

@@ -42,7 +42,7 @@ def read_uses(
         if leaves and all(x.role == "unused" for x in read):
             raise ValueError(
                 f"the result of {function} depends on none of the {len(leaves)} param"
-                "eters; expected the loss, or a model's apply, as a function of them"
+                "eters; use the loss, or a model's apply, as a function of them"
             )
         readings.append(read)
     return [*map(decide.agreeing, *readings)] if len(readings) > 1 else readings[0]
