@@ -29,8 +29,8 @@ of the product, a X + (P - a I) X. Other differences, and what they gain:
   steps; in bfloat16 this form is useless.
 """
 
-import dataclasses
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -89,14 +89,19 @@ def iterate(
       kernels: whether NVIDIA GPUs take the kernels of `hopper`.
       late: numbers that are known at run time alone; `settings` has placeholders.
     """
-    late = late or Late()
-    if late.eps is not None:
-        settings = dataclasses.replace(settings, eps=late.eps)
+    settings = types.SimpleNamespace(**vars(settings), more_steps=None)
     rows, cols = stacks[0].shape[-2:]
     if 1 in (rows, cols) and settings.dtype == "bfloat16":
         # The only singular value of one row begins where the quintics are steepest: in
         # bfloat16 it ends 0.22 from where it should, whatever the row.
-        settings = dataclasses.replace(settings, dtype="float32", kernels=None)
+        settings.dtype = "float32"
+    if late is not None:
+        settings.more_steps = late.steps
+        if late.eps is not None:
+            settings.eps = late.eps
+        if late.quintic is not None:
+            abc = late.quintic.astype(_exact(stacks[0], settings))
+            settings.coefficients = len(settings.coefficients) * [tuple(abc)]
     tall, branch = rows > cols, functools.partial
     branches = {
         "cpu": branch(_one_by_one, Products(on_cpu=True), settings, turned=tall),
@@ -106,11 +111,15 @@ def iterate(
         from jax_muon.polar.hopper.kernel import HopperProducts
 
         branches["cuda"] = branch(_at_once, HopperProducts(tall), settings)
-    branches = {name: branch(take, late=late) for name, take in branches.items()}
     return jax.lax.platform_dependent(*stacks, **branches)
 
 
-def _at_once(products: Products, settings: Any, *stacks: Array, late: Late) -> Array:
+def _exact(x: Array, settings: Any) -> jnp.dtype:
+    """The dtype of norms and coefficients."""
+    return wider(wider(x.dtype, settings.dtype), jnp.float32)
+
+
+def _at_once(products: Products, settings: Any, *stacks: Array) -> Array:
     """On an accelerator: many matrices at a time, in the dtype of the iteration."""
     scales = _scales(products, settings, stacks)
     given, dtype = stacks[0].dtype, jnp.dtype(settings.dtype)
@@ -119,16 +128,13 @@ def _at_once(products: Products, settings: Any, *stacks: Array, late: Late) -> A
         rounded = [jax.lax.optimization_barrier(x.astype(dtype)) for x in stacks]
         stacks = tuple(rounded)
     most = _PART_BYTES // (stacks[0].nbytes // len(stacks[0]))
-    factors = functools.partial(_factors, products, settings, late=late)
-    return _in_parts(factors, jnp.concatenate(stacks), *scales, most=most).astype(given)
+    iterated = functools.partial(_iterated, products, settings)
+    x = _in_parts(iterated, jnp.concatenate(stacks), *scales, most=most)
+    return x.astype(given)
 
 
 def _one_by_one(
-    products: Products,
-    settings: Any,
-    *stacks: Array,
-    turned: bool,
-    late: Late,
+    products: Products, settings: Any, *stacks: Array, turned: bool
 ) -> Array:
     """On a CPU: one matrix (1, rows, cols) after another, or its transpose.
 
@@ -148,7 +154,7 @@ def _one_by_one(
         y = jax.lax.optimization_barrier(matrix.reshape(-1))
         y = y.reshape((1,) * low_precision + matrix.shape)
         scales = _scales(products, settings, [y])
-        y = _factors(products, settings, y, *scales, late=late)
+        y = _iterated(products, settings, y, *scales)
         y = y.reshape(matrix.shape)
         return (y.T if turned else y)[None]
 
@@ -182,7 +188,7 @@ def _scales(
 
     u is 1, unless elements above 3e14 (2^48) might overflow the sum of squares.
     """
-    exact = wider(wider(stacks[0].dtype, settings.dtype), jnp.float32)
+    exact = _exact(stacks[0], settings)
     sums = jnp.concatenate([products.squares(x.astype(exact)) for x in stacks])
     plain, small_sums = jnp.split(sums, 2, axis=-1)
     large = ~(plain <= 2.0 ** (jnp.finfo(exact).maxexp * 3 // 4))
@@ -204,14 +210,8 @@ def _inverse(settings: Any, power: Array, roots: int, unit: Array) -> Array:
     return jnp.where(is_zero, 0, inverse)
 
 
-def _factors(
-    products: Products,
-    settings: Any,
-    x: Array,
-    unit: Array,
-    inverse: Array,
-    *,
-    late: Late,
+def _iterated(
+    products: Products, settings: Any, x: Array, unit: Array, inverse: Array
 ) -> Array:
     """The quintics of X, where unit * inverse * X has norm 1.
 
@@ -223,10 +223,8 @@ def _factors(
     gram = products.gram(y)
     # b R + c R R as b (R + c/b R R): in float32 it would round b R and c R R, which
     # nearly cancel each other, to 2.6e-6 of the result on a Gaussian, not 2.1e-6.
-    quintics = settings.coefficients
-    if late.quintic is not None:
-        quintics = [tuple(late.quintic.astype(unit.dtype))] * len(quintics)
-    table: list[Quintic] = [factored(*abc) for abc in quintics]
+    table: list[Quintic] = [factored(*abc) for abc in settings.coefficients]
+    last = table[-1]
     if settings.norm == "schatten4":
         # k Y has Schatten-4 norm 1, where k is 1 to m^(1/4), and its first step is a
         # polynomial of the R of Y, too: a k I + b k^3 (R + c/b k^2 R R).
@@ -252,10 +250,10 @@ def _factors(
     y = stepped(y, gram, table[:refresh])
     for start in range(refresh, len(table), refresh):
         y = stepped(y, products.gram(y), table[start : start + refresh])
-    if late.steps is not None:
+    if settings.more_steps is not None:
 
         def again(_: Array, y: Array) -> Array:
-            return stepped(y, products.gram(y), [factored(*quintics[-1])])
+            return stepped(y, products.gram(y), [last])
 
-        y = jax.lax.fori_loop(len(table), late.steps, again, y)
+        y = jax.lax.fori_loop(len(table), settings.more_steps, again, y)
     return y.astype(x.dtype)
