@@ -18,6 +18,7 @@ Shards may be put together in any order, if they are taken apart in the same one
 polar factor moves with the rows and columns of its matrix.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -94,7 +95,7 @@ class Round:
     """Rests that travel together: each device gets one of these matrices, or none.
 
     On 8 devices, rests of 4, 3 and 2 matrices are a round from device 0 on with counts
-    (4, 3, 1) and one from device 0 with (1,).
+    (4, 3, 1) and one from device 0 on with (1,).
     """
 
     stacks: tuple[Stack, ...]
@@ -159,31 +160,25 @@ def stacks_of(
 def _rounds(stacks: Sequence[Stack], start: int) -> Iterator[Round]:
     """Deal the rests of stacks to devices in turn, the largest matrices first.
 
-    A round ends when all devices have a matrix, or before matrices of less than half
-    the size of its first ones: these would travel with more zeros than elements.
+    Rests of 12 ups and downs of a GPT and of 4 queries on 8 devices are 4, 4 and 4: a
+    round of ups and downs, and one of queries. A device without a matrix sends as many
+    zeros, so a round takes matrices of any size until all devices have one.
     """
-    groups: dict[object, list[Stack]] = {}
+    groups: dict[object, list[Stack]] = {}  # of the matrices of rests
     ends: dict[object, int] = {}  # where the round before ended, by mesh axes
     for stack in stacks:
         if stack.count > stack.even and not stack.everywhere:
             x = stack.shards
             alike = x.dtype, x.back_dtype, x.batch, stack.repeats, stack.divides
-            groups.setdefault(alike, []).append(stack)
+            rest = [stack] * (stack.count - stack.even)
+            groups.setdefault(alike, []).extend(rest)
     for group in groups.values():
-        devices, over = group[0].devices, (group[0].repeats, group[0].divides)
-        turns = [(x, x.count - x.even) for x in group]
-        while turns:
-            free, first, taken = devices, turns[0][0], []
-            while turns and free and 2 * turns[0][0].size >= first.size:
-                stack, left = turns.pop(0)
-                taken.append((stack, min(left, free)))
-                if left > free:
-                    turns.insert(0, (stack, left - free))
-                free -= taken[-1][1]
-            members, counts = zip(*taken, strict=True)
-            at = ends.get(over, start) % devices
-            ends[over] = at + sum(counts)
-            yield Round(members, counts, at)
+        for first in range(0, len(group), group[0].devices):
+            counts = collections.Counter(group[first : first + group[0].devices])
+            over = group[0].repeats, group[0].divides
+            at = ends.get(over, start) % group[0].devices
+            ends[over] = at + counts.total()
+            yield Round(tuple(counts), tuple(counts.values()), at)
 
 
 # --- on each device, inside shard_map -------------------------------------------------
