@@ -1,11 +1,15 @@
 """Dtypes of computations: as wide as the operands, and at least float32."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
 
+# A trace of an update of three leaves asks 102 times for a handful of answers.
+@functools.lru_cache
 def wider(dtype: DTypeLike, other: DTypeLike) -> jnp.dtype:
     """`jnp.promote_types`, also under `jax_numpy_dtype_promotion="strict"`.
 

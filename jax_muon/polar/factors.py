@@ -127,7 +127,7 @@ class NewtonSchulz:
         facts.note(Kernels)[m, n] = kernels
         return iteration.iterate(tuple(stacks), settings, kernels)
 
-    def _for(self, dtype: jax.typing.DTypeLike) -> "NewtonSchulz":
+    def _for(self, dtype: jnp.dtype) -> "NewtonSchulz":
         """The same settings with a dtype, for matrices of this one."""
         if self.dtype is not None:
             return self
