@@ -25,39 +25,39 @@ class LayoutByPath:
 
 
 @dataclasses.dataclass(frozen=True)
-class Surroundings:
-    """Facts about the code that is being traced which types of arrays do not show."""
+class MeshContext:
+    """What types do not show about the arrays of the code that is being traced."""
 
-    trusted: bool = False  # in `on_replicas`: every device has whole arrays
+    replicas: bool = False  # in `on_replicas`: every device has whole arrays
     layout: LayoutByPath | None = None  # inside `on_mesh`, of the gradients
     users_mesh: AbstractMesh | None = None  # inside `on_mesh`, the mesh around it
 
 
-_NONE = Surroundings()
-_surroundings = contextvars.ContextVar("jax_muon_surroundings", default=_NONE)
+_NONE = MeshContext()
+_context = contextvars.ContextVar("jax_muon_mesh_context", default=_NONE)
 
 
-def surroundings() -> Surroundings:
-    """The surroundings of the code that is being traced."""
-    return _surroundings.get()
+def mesh_context() -> MeshContext:
+    """The context of the code that is being traced."""
+    return _context.get()
 
 
 @contextlib.contextmanager
-def setting(**changes: Any) -> Iterator[None]:
-    """Inside the `with` block, fields of the surroundings have these values.
+def in_mesh_context(**changes: Any) -> Iterator[None]:
+    """Inside the `with` block, fields of the context have these values.
 
-    `with setting(trusted=True): tx.update(...)` is what `on_replicas` does.
+    `with in_mesh_context(replicas=True): tx.update(...)` is what `on_replicas` does.
     """
-    token = _surroundings.set(dataclasses.replace(surroundings(), **changes))
+    token = _context.set(dataclasses.replace(mesh_context(), **changes))
     try:
         yield
     finally:
-        _surroundings.reset(token)
+        _context.reset(token)
 
 
 def on_users_axes() -> contextlib.AbstractContextManager[Any]:
     """The mesh outside of `on_mesh`, for whose kind of axes a loss was written."""
-    mesh, on = surroundings().users_mesh, jax.sharding.use_abstract_mesh
+    mesh, on = mesh_context().users_mesh, jax.sharding.use_abstract_mesh
     return contextlib.nullcontext() if mesh is None else on(mesh)
 
 
@@ -128,7 +128,7 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Array]]) -> None:
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = tuple(name for name in mesh.manual_axes if mesh.shape[name] > 1)
-    if surroundings().trusted or not manual or not flat:
+    if mesh_context().replicas or not manual or not flat:
         return
 
     def varying(x: Array) -> set[str]:
@@ -188,7 +188,7 @@ def viewed(
     Types say how these are sharded, as on Explicit axes: with "qkv" on P(None, "data"),
     a view of its parts has "qkv/q" on P(None, "data"), and so on.
     """
-    layout = surroundings().layout
+    layout = mesh_context().layout
     if layout is None:
         return contextlib.nullcontext()
     mesh = explicit(layout.mesh)
@@ -198,7 +198,7 @@ def viewed(
     by_path = {
         path: jax.typeof(x).sharding.spec for path, x in trees.leaves_with_paths(shown)
     }
-    return setting(layout=LayoutByPath(layout.mesh, by_path))
+    return in_mesh_context(layout=LayoutByPath(layout.mesh, by_path))
 
 
 def spec_of(layout: LayoutByPath, path: str, x: Array) -> PartitionSpec:
@@ -221,7 +221,7 @@ def specs_of(
     ValueError for an array on a mesh of which neither does.
     """
     check_same_everywhere("orthogonalize", flat)
-    layout = surroundings().layout
+    layout = mesh_context().layout
     everywhere = [PartitionSpec(*[None] * x.ndim) for _, x in flat]
     if jax.sharding.get_abstract_mesh().manual_axes:
         return None, everywhere

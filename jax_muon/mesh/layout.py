@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
-import optax
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 from jaxtyping import PyTree
 
-from jax_muon.base import checks, facts, trees
-from jax_muon.base.array_types import own_sharding, shapes_of
+from jax_muon.base import checks, trees
+from jax_muon.base.array_types import own_sharding
 from jax_muon.base.specs import (
     AxisName,
     checked_axes,
@@ -22,7 +21,6 @@ from jax_muon.base.specs import (
     full_rank,
     spelled,
 )
-from jax_muon.matrices.as_matrices import Read
 from jax_muon.matrices.find import Reading, check_reading, resolve
 from jax_muon.matrices.matrices import Parameter
 
@@ -31,7 +29,7 @@ from jax_muon.matrices.matrices import Parameter
 # everywhere, or a function of the parameters that returns one of these.
 Where: TypeAlias = Mesh | NamedSharding | PyTree | Callable[[PyTree], PyTree]
 MIN_SIZE = 1024  # elements of a leaf that is worth dividing
-Readings = Mapping[str, Parameter]  # by the path of a leaf
+Parameters = Mapping[str, Parameter]  # by the path of a leaf
 Shaped = Array | jax.ShapeDtypeStruct
 
 
@@ -52,11 +50,6 @@ class Placed:
         """Of the parameters, as JAX spells them."""
         spell = functools.partial(spelled, self.mesh)
         return list(map(spell, self.param_specs, self.memory_kinds))
-
-    @property
-    def by_path(self) -> dict[str, PartitionSpec]:
-        """How gradients are sharded."""
-        return dict(zip(self.paths, self.state_specs, strict=True))
 
     def spec_by_path(self, path: str, shape: tuple[int, ...]) -> PartitionSpec:
         """The spec of an array of state, where its type does not show it.
@@ -85,23 +78,21 @@ class Layout:
     # `min_size` elements is not sharded over them; see `Parameter.divided_last`.
     divide: AxisName = ()
     min_size: int = MIN_SIZE
-    read: Callable[[PyTree], Readings] = lambda tree: {}
 
     def __post_init__(self) -> None:
         if isinstance(self.where, Mesh):  # of a tree of shardings, at init
             checked_axes("divide", self.divide, self.where)
 
-    def place(self, tree: PyTree) -> Placed:
-        """Where the leaves of a tree are."""
+    def place(self, tree: PyTree, parameters: Parameters) -> Placed:
+        """Where the leaves of a tree are; `parameters` says how they are read."""
         mesh, rows = self.leaf_shardings(tree)
         divided = checked_axes("divide", self.divide, mesh)
         divided = tuple(name for name in divided if mesh.shape[name] > 1)
-        read = self.read(tree) if divided else {}
         placed = Placed(mesh, [], [], [], [], [], divided)
         for path, x, sharding in rows:
             spec = full_rank(sharding.spec, path, x.shape, mesh)
             names = divided if x.size >= self.min_size else ()
-            last = read[path].divided_last if path in read else ()
+            last = parameters[path].divided_last if path in parameters else ()
             placed.paths.append(path)
             placed.shapes.append(tuple(x.shape))
             placed.param_specs.append(spec)
@@ -174,24 +165,10 @@ def fsdp(
     params = checks.as_arrays("params", params)
     everywhere = NamedSharding(mesh, PartitionSpec())
     check_reading("matrices", matrices)
-    layout = Layout(everywhere, names, read=functools.partial(resolve, matrices))
     treedef: PyTreeDef = jax.tree.structure(params)
-    specs = layout.place(params).state_specs
+    parameters = resolve(matrices, params) if names else {}
+    specs = Layout(everywhere, names).place(params, parameters).state_specs
     return treedef.unflatten([spelled(mesh, spec) for spec in specs])
-
-
-def readings(tx: optax.GradientTransformation) -> Callable[[PyTree], Readings]:
-    """How an optimizer reads the leaves of a tree: what its transforms record."""
-
-    @functools.lru_cache(maxsize=4)
-    def read_shapes(treedef: PyTreeDef, *shapes: jax.ShapeDtypeStruct) -> Readings:
-        return facts.eval_shape(tx.init, treedef.unflatten(shapes))[1][Read].leaves
-
-    def read(tree: PyTree) -> Readings:
-        shapes, treedef = jax.tree.flatten(shapes_of(tree))
-        return read_shapes(treedef, *shapes)
-
-    return read
 
 
 _EXPECTED = (

@@ -8,7 +8,7 @@ over more mesh axes than the parameters, and updates go out sharded like these. 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -23,8 +23,9 @@ from jaxtyping import PyTree
 from jax_muon.base import array_types, checks, facts, trees
 from jax_muon.base.dtypes import sent_dtype
 from jax_muon.base.specs import AxisName, spelled
+from jax_muon.matrices.as_matrices import Read
 from jax_muon.mesh import xla_options
-from jax_muon.mesh.layout import MIN_SIZE, Layout, Placed, Where, readings
+from jax_muon.mesh.layout import MIN_SIZE, Layout, Parameters, Placed, Where
 
 Updated = tuple[optax.Updates, optax.OptState]
 
@@ -82,8 +83,7 @@ def on_mesh(
     """
     tx = checks.as_transform("tx", tx)
     checks.check_float_dtype("gather_dtype", gather_dtype)
-    layout = Layout(where, divide, min_size, readings(tx))
-    optimizer = MeshOptimizer(tx, layout, gather_dtype)
+    optimizer = MeshOptimizer(tx, Layout(where, divide, min_size), gather_dtype)
     transform = OnMesh(optimizer.init, optimizer.update)
     transform.optimizer = optimizer
     return transform
@@ -120,15 +120,11 @@ class OnMesh(optax.GradientTransformationExtraArgs):
         Returns:
           Options for `jax.jit`; {} on one device, and for devices other than GPUs.
         """
-        optimizer, params = self.optimizer, checks.as_arrays("params", params)
-        placed = optimizer.layout.place(params)
-        known = map(optimizer.layout.read(params).get, placed.paths)
+        params = checks.as_arrays("params", params)
+        placed, state = self.optimizer.place(params)
+        known = map(state.parameters.get, placed.paths)
         scans = [x.scan or "lax.scan" if x and x.scanned else "" for x in known]
         return xla_options.choose(placed, jax.tree.leaves(params), scans, axis)
-
-
-class OnMeshes(list[tuple[Placed, "StateTypes"]]):
-    """Of each `on_mesh` that was traced: its leaves and its state, for tools."""
 
 
 class MeshOptimizer:
@@ -143,6 +139,28 @@ class MeshOptimizer:
         """Nothing is traced yet."""
         self.tx, self.layout, self.gather_dtype = tx, layout, gather_dtype
         self._jitted = {x: jax.jit(x) for x in (self._init, self._update)}
+        self._known: dict[Hashable, tuple[Placed, PlacedState]] = {}
+
+    def place(self, params: PyTree) -> tuple[Placed, "PlacedState"]:
+        """Where parameters, their gradients and their state are.
+
+        A trace of `tx.init` shows which axes of a leaf are layers, which `divide` takes
+        last, and needs types that are divided already. So it starts without: (8, 64,
+        256) that 8 devices divide is P("data", None, None) at first. If these are
+        layers it is P(None, "data", None), and `tx.init` is traced again.
+        """
+        leaves, treedef = jax.tree.flatten(params)
+        # Types have shardings on Explicit axes. Shapes may lack them, which is refused.
+        is_shape = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+        key = treedef, *is_shape, *map(jax.typeof, leaves)
+        if key not in self._known:
+            first = self.layout.place(params, {})
+            state = trace_init(self.tx, params, first)
+            placed = self.layout.place(params, state.parameters)
+            if placed.state_specs != first.state_specs:
+                state = trace_init(self.tx, params, placed)
+            self._known[key] = placed, state
+        return self._known[key]
 
     def init(self, params: optax.Params) -> optax.OptState:
         """State of these parameters, sharded further than they are."""
@@ -150,13 +168,12 @@ class MeshOptimizer:
         return cast(optax.OptState, self._run(self._init, params, params))
 
     def _init(self, params: optax.Params) -> optax.OptState:
-        placed = self.layout.place(params)
-        types = state_types(self.tx, params, placed, placed.state_specs)
+        placed, state = self.place(params)
 
         def init(params: optax.Params) -> optax.OptState:
             return self.tx.init(_constrained(params, placed.state_specs))
 
-        return _on_auto_axes(init, placed, (on_devices(params),), types.specs)
+        return _on_auto_axes(init, placed, (on_devices(params),), state.specs)
 
     def update(
         self,
@@ -183,18 +200,16 @@ class MeshOptimizer:
     def _update(
         self, updates: PyTree, state: PyTree, params: PyTree, **extra_args: Any
     ) -> Updated:
-        placed = self.layout.place(updates if params is None else params)
-        return self.update_on(placed, updates, state, params, **extra_args)
+        placed, _ = self.place(updates if params is None else params)
+        updates, params = on_devices((updates, params))
+        updates, state = self.update_on_devices(updates, state, params, **extra_args)
+        kinds = placed.memory_kinds
+        return to_memory(updates, placed.mesh, placed.param_specs, kinds), state
 
-    def update_on(
-        self,
-        placed: Placed,
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree,
-        **extra: Any,
+    def update_on_devices(
+        self, updates: PyTree, state: PyTree, params: PyTree, **extra_args: Any
     ) -> Updated:
-        """As `update`, inside jit, with parameters where `placed` says.
+        """As `update`, inside jit, of gradients and parameters in devices' memory.
 
         1. check: the gradients and the state belong to these parameters;
         2. enter: gradients, parameters and state are sharded as the layout says;
@@ -203,11 +218,9 @@ class MeshOptimizer:
         """
         # 1. Check.
         checks.check_gradients(updates, params)
-        like = updates if params is None else params
-        types = state_types(self.tx, like, placed, placed.state_specs)
-        facts.note(OnMeshes).append((placed, types))
-        checks.check_state(state, types.shapes)
-        arrays, others = array_types.arrays_and_others(extra)
+        placed, known = self.place(updates if params is None else params)
+        checks.check_state(state, known.shapes)
+        arrays, others = array_types.arrays_and_others(extra_args)
 
         def update(
             updates: PyTree, state: PyTree, params: PyTree, arrays: PyTree
@@ -217,16 +230,17 @@ class MeshOptimizer:
             updates = _constrained(updates, placed.state_specs)
             if params is not None:
                 params = _constrained(params, placed.state_specs)
-            state = _constrained(state, types.specs)
+            state = _constrained(state, known.specs)
             # 3. Update.
             updates, state = self.tx.update(updates, state, params, **others, **arrays)
             # 4. Leave; state is constrained by `_on_auto_axes`.
             return self._gathered(updates, placed), state
 
-        kinds = [*placed.memory_kinds, *map(_memory_kind, jax.tree.leaves(state))]
-        args = *on_devices((updates, state, params)), arrays
-        specs = [*placed.param_specs, *types.specs]
-        return cast(Updated, _on_auto_axes(update, placed, args, specs, kinds))
+        kinds = list(map(_memory_kind, jax.tree.leaves(state)))
+        args = updates, on_devices(state), params, arrays
+        specs = [*placed.param_specs, *known.specs]
+        updates, state = _on_auto_axes(update, placed, args, specs)
+        return updates, to_memory(state, placed.mesh, known.specs, kinds)
 
     def _gathered(self, updates: PyTree, placed: Placed) -> PyTree:
         """Updates sharded like the parameters, which devices send in `gather_dtype`."""
@@ -246,66 +260,55 @@ class MeshOptimizer:
     def abstract(self, params: optax.Params) -> tuple[optax.Params, optax.OptState]:
         """Shapes, dtypes and shardings of the parameters and of the state."""
         params = checks.as_arrays("params", params)
-        placed = self.layout.place(params)
-        types = state_types(self.tx, params, placed, placed.state_specs)
+        placed, state = self.place(params)
         shapes = array_types.with_shardings(params, placed.shardings)
-        return shapes, types.on(placed.mesh)
+        shardings = (spelled(placed.mesh, spec) for spec in state.specs)
+        return shapes, array_types.with_shardings(state.shapes, shardings)
 
 
-class StateTypes(NamedTuple):
-    """What is known of the state of an optimizer before there is any."""
+class PlacedState(NamedTuple):
+    """What a trace of `tx.init` shows of the state, before there is any."""
 
     shapes: PyTree
     specs: list[PartitionSpec]  # of its leaves
-    typed: bool  # False if JAX cannot type `init`, and paths and shapes decide
-
-    def on(self, mesh: Mesh) -> PyTree:
-        """Shapes and dtypes, with shardings."""
-        shardings = (spelled(mesh, spec) for spec in self.specs)
-        return array_types.with_shardings(self.shapes, shardings)
-
-    @property
-    def unknown(self) -> list[str]:
-        """Paths of arrays that are everywhere, as nothing shows how to shard them."""
-        rows = zip(trees.leaves_with_paths(self.shapes), self.specs, strict=True)
-        whole = [path for (path, x), spec in rows if x.size > 1 and not any(spec)]
-        return [] if self.typed else whole
+    parameters: Parameters  # as transforms record how they are read
+    # Arrays that every device has whole, as nothing shows how to shard them.
+    unknown: list[str]
 
 
-def state_types(
-    tx: optax.GradientTransformation,
-    params: PyTree,
-    placed: Placed,
-    specs: Sequence[PartitionSpec],
-) -> StateTypes:
-    """The state of parameters that are sharded by these specs, one for each leaf.
+def trace_init(
+    tx: optax.GradientTransformation, params: PyTree, placed: Placed
+) -> PlacedState:
+    """The state of parameters that are sharded as gradients and state are.
 
     On Explicit axes types show it: of a parameter f32[768,3072@data], momentum has the
     same type, a mean over the last axis f32[768]. JAX cannot type all that an `init`
     may do; then the path and the shape of each array decide, and if they leave a
-    choice, every device has all of it. JAX remembers the types.
+    choice, every device has all of it.
     """
     mesh, outside = array_types.explicit(placed.mesh), jax.sharding.get_abstract_mesh()
-    with array_types.setting(users_mesh=outside):
+    with array_types.in_mesh_context(users_mesh=outside):
         try:
             with jax.sharding.use_abstract_mesh(mesh):
-                types = array_types.typed(params, specs, mesh)
-                state = jax.eval_shape(tx.init, types)
+                types = array_types.typed(params, placed.state_specs, mesh)
+                state, recorded = facts.eval_shape(tx.init, types)
             found = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(state)]
-            return StateTypes(state, found, True)
+            return PlacedState(state, found, recorded[Read].leaves, [])
         except Exception:  # an error that is not about types comes again
-            state = jax.eval_shape(tx.init, array_types.shapes_of(params))
+            shapes = array_types.shapes_of(params)
+            state, recorded = facts.eval_shape(tx.init, shapes)
     flat = trees.leaves_with_paths(state)
-    return StateTypes(
-        state, [placed.spec_by_path(path, jnp.shape(x)) for path, x in flat], False
-    )
+    found = [placed.spec_by_path(path, jnp.shape(x)) for path, x in flat]
+    rows = zip(flat, found, strict=True)
+    unknown = [path for (path, x), spec in rows if x.size > 1 and not any(spec)]
+    return PlacedState(state, found, recorded[Read].leaves, unknown)
 
 
 def _constrained(tree: PyTree, specs: Sequence[PartitionSpec]) -> PyTree:
     """The tree sharded by these specs, inside `_on_auto_axes`."""
     treedef: PyTreeDef
     leaves, treedef = jax.tree.flatten(tree)
-    layout = array_types.surroundings().layout
+    layout = array_types.mesh_context().layout
     assert layout is not None
     shardings = [NamedSharding(layout.mesh, spec) for spec in specs]
     return treedef.unflatten(map(jax.lax.with_sharding_constraint, leaves, shardings))
@@ -316,61 +319,54 @@ def _on_auto_axes(
     placed: Placed,
     args: Sequence[PyTree],
     specs: Sequence[PartitionSpec],
-    kinds: Sequence[str | None] | None = None,
 ) -> PyTree:
     """Results of a function that runs on Auto axes, on the user's kind of axes.
 
-    They are sharded by these specs, and go to these kinds of memory, one for each leaf;
-    None is a device's.
+    They are sharded by these specs, one for each leaf.
     """
-    users_axes = placed.mesh.axis_types
-    if len({*users_axes}) > 1:
+    axis_types = placed.mesh.axis_types
+    if len({*axis_types}) > 1:
         raise ValueError(
-            f"a mesh whose axes {placed.mesh.axis_names} are {users_axes}; expected "
+            f"a mesh whose axes {placed.mesh.axis_names} are {axis_types}; expected "
             "Auto for all, or Explicit for all"
         )
-    if array_types.surroundings().layout is not None:
+    if array_types.mesh_context().layout is not None:
         raise ValueError(
             "on_mesh inside of on_mesh; use one, around all other transforms"
         )
-    outside = jax.sharding.get_abstract_mesh()
-    if AxisType.Explicit in users_axes:
-        outside = placed.mesh.abstract_mesh
-    # True for a mesh with Auto axes, too, in a user's own `explicit_axes`.
-    is_explicit = AxisType.Explicit in outside.axis_types
+    is_explicit, outside = AxisType.Explicit in axis_types, placed.mesh.abstract_mesh
+    outside = outside if is_explicit else jax.sharding.get_abstract_mesh()
     treedef: PyTreeDef = jax.tree.structure(None)
 
     def run(*args: PyTree) -> list[Array]:
         nonlocal treedef
         # Devices that are named on Auto axes would be those of all other results, too.
         mesh = jax.sharding.get_abstract_mesh() if is_explicit else placed.mesh
-        layout = array_types.LayoutByPath(mesh, placed.by_path)
-        with array_types.setting(layout=layout, users_mesh=outside):
+        by_path = dict(zip(placed.paths, placed.state_specs, strict=True))
+        layout = array_types.LayoutByPath(mesh, by_path)
+        with array_types.in_mesh_context(layout=layout, users_mesh=outside):
             leaves, treedef = jax.tree.flatten(function(*args))
             return cast(list[Array], _constrained(leaves, specs))
 
-    if is_explicit:
-        try:
-            with jax.sharding.use_abstract_mesh(outside):
-                leaves = jax.sharding.auto_axes(run, out_sharding=list(specs))(*args)
-        except ValueError as error:
-            if "aval mesh" not in str(error):
-                raise
-            raise ValueError(  # an array that is still on Explicit axes
-                "the optimizer inside on_mesh uses an array that is no argument of its "
-                f"update, on a mesh with Explicit axes ({error}); if it is a rate of "
-                "optax.inject_hyperparams, use "
-                "on_mesh(optax.inject_hyperparams(...)(...), where)"
-            ) from error
-    else:
+    if not is_explicit:
         leaves = run(*args)
-    spell = functools.partial(spelled, placed.mesh)
-    if AxisType.Explicit in users_axes:  # the only way to name the devices
-        leaves = jax.jit(lambda x: x, out_shardings=list(map(spell, specs)))(leaves)
-    rows = zip(leaves, specs, kinds or [None] * len(leaves), strict=True)
-    return treedef.unflatten(
-        jax.device_put(x, spell(spec, kind)) if kind else x for x, spec, kind in rows
-    )
+        return treedef.unflatten(leaves)
+    try:
+        with jax.sharding.use_abstract_mesh(outside):
+            leaves = jax.sharding.auto_axes(run, out_sharding=list(specs))(*args)
+    except ValueError as error:
+        if "aval mesh" not in str(error):
+            raise
+        raise ValueError(  # an array that is still on Explicit axes
+            "the optimizer inside on_mesh uses an array that is no argument of its "
+            f"update, on a mesh with Explicit axes ({error}); if it is a rate of "
+            "optax.inject_hyperparams, use "
+            "on_mesh(optax.inject_hyperparams(...)(...), where)"
+        ) from error
+    shardings = list(map(functools.partial(spelled, placed.mesh), specs))
+    # The only way to name the devices.
+    leaves = jax.jit(lambda x: x, out_shardings=shardings)(leaves)
+    return treedef.unflatten(leaves)
 
 
 def _memory_kind(x: Array) -> str | None:
@@ -383,6 +379,21 @@ def on_devices(tree: PyTree) -> PyTree:
     """Arrays in the memory of devices."""
     to = jax.memory.Space.Device
     return jax.tree.map(lambda x: jax.device_put(x, to) if _memory_kind(x) else x, tree)
+
+
+def to_memory(
+    tree: PyTree,
+    mesh: Mesh,
+    specs: Sequence[PartitionSpec],
+    kinds: Sequence[str | None],
+) -> PyTree:
+    """Arrays in these kinds of memory, one for each leaf; None is a device's."""
+    treedef: PyTreeDef
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(
+        jax.device_put(x, spelled(mesh, spec, kind)) if kind else x
+        for x, spec, kind in zip(leaves, specs, kinds, strict=True)
+    )
 
 
 def _is_jitted() -> bool:

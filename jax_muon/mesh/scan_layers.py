@@ -113,7 +113,7 @@ def scan_layers(
         layout = Layout(shardings)
         mesh, rows = layout.leaf_shardings(layers)
         names = checked_axes("axis", axis, mesh)
-        layout.place(layers)  # checks that they fit
+        layout.place(layers, {})  # checks that they fit
         comm = Communicator(mesh, names)
         layer_specs, grad_specs = _layer_specs(rows, comm)
     is_sharded = any(map(any, layer_specs)) or not scans

@@ -36,7 +36,7 @@ from jax_muon.mesh import xla_options
 from jax_muon.mesh.check_loss import check_loss
 from jax_muon.mesh.communicator import Communicator, Scans, scanning
 from jax_muon.mesh.layout import Placed
-from jax_muon.mesh.on_mesh import OnMesh, Updated, on_devices
+from jax_muon.mesh.on_mesh import OnMesh, Updated, on_devices, to_memory
 
 Step = tuple[optax.Params, optax.OptState, dict[str, PyTree]]  # the last: metrics
 
@@ -195,7 +195,7 @@ class TrainStep:
         serves all samples, or else that the loss depends on the number of devices.
         Values may differ by 1e-4, or by 1e-2 with 16-bit parameters or data.
         """
-        mesh = self.tx.optimizer.layout.place(params).mesh
+        mesh = self.tx.optimizer.place(params)[0].mesh
         whole = jax.tree.map(jax.device_get, params)
         return check_loss(self._loss, mesh, self._microbatches, whole, batch, others)
 
@@ -247,17 +247,15 @@ class TrainStep:
             check_vma=False,
         )(jax.tree.leaves(params), batch, others)
         grads, extra = treedef.unflatten(grads), {"value": metrics["loss"], **maxima}
-        here = dataclasses.replace(placed, memory_kinds=[None] * len(placed.paths))
-        optimizer = self.tx.optimizer  # whose updates stay in the devices' memory
-        updates, state = optimizer.update_on(here, grads, state, params, **extra)
+        step = self.tx.optimizer.update_on_devices
+        updates, state = step(grads, state, params, **extra)
         after = jax.tree.map(
             lambda old, new: new if jnp.issubdtype(old.dtype, jnp.inexact) else old,
             params,
             optax.apply_updates(params, updates),
         )
-        if any(placed.memory_kinds):  # back to the host
-            after = jax.device_put(after, treedef.unflatten(placed.shardings))
-        return after, state, metrics
+        kinds = placed.memory_kinds
+        return to_memory(after, mesh, placed.param_specs, kinds), state, metrics
 
     def _communicator(self, placed: Placed) -> Communicator:
         axes, dtype = placed.mesh.axis_names, self.tx.optimizer.gather_dtype
@@ -273,7 +271,7 @@ class TrainStep:
         leaves, treedef = jax.tree.flatten((params, batch, others))
         key = treedef, *map(jax.typeof, leaves)  # on Explicit axes with shardings
         if key not in self._known:
-            placed = self.tx.optimizer.layout.place(params)
+            placed, _ = self.tx.optimizer.place(params)
             self._known[key] = self._look(placed, params, batch, others)
         return self._known[key]
 

@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from jax_muon.base import checks
-from jax_muon.base.array_types import setting
+from jax_muon.base.array_types import in_mesh_context
 
 
 def on_replicas(
@@ -41,7 +41,7 @@ def on_replicas(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        with setting(trusted=True):
+        with in_mesh_context(replicas=True):
             return tx.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(tx.init, update_fn)

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_muon.base import checks, dtypes, facts, trees
 from jax_muon.base.specs import dividing
 from jax_muon.base.tables import aligned
-from jax_muon.mesh.on_mesh import OnMesh, OnMeshes
+from jax_muon.mesh.on_mesh import OnMesh
 from jax_muon.mesh.train_step import IN_ON_MESH
 from jax_muon.tools.work import matrices
 from jax_muon.transforms.orthogonalize import Orthogonalized
@@ -112,7 +112,7 @@ def verify(tx: OnMesh, params: optax.Params, **extra_args: Any) -> Verification:
     dtype = optimizer.gather_dtype
     shardings = jax.tree.map(lambda x: x.sharding, optimizer.abstract(params)[0])
     rounding = 0.0 if dtype is None else float(jnp.finfo(dtype).eps) / 2
-    return compare(
+    found = compare(
         optimizer.tx,
         tx,
         runs,
@@ -121,6 +121,15 @@ def verify(tx: OnMesh, params: optax.Params, **extra_args: Any) -> Verification:
         must_move=True,
         **extra_args,
     )
+    placed, _ = optimizer.place(params)
+    sharded, divided = (
+        sum(any(dividing(spec, placed.mesh.shape)) for spec in some)
+        for some in (placed.param_specs, placed.state_specs)
+    )
+    mesh, dealt_out = found.remarks
+    by_leaf = f"{sharded} of {len(placed.paths)} parameters, and the state of {divided}"
+    remarks = mesh, f"sharded: {by_leaf}; {dealt_out}"
+    return dataclasses.replace(found, remarks=remarks)
 
 
 def compare(
@@ -182,16 +191,10 @@ def compare(
         sum(matrices(x, mesh.shape) for x in some)
         for some in (stacks, [x for x in stacks if not x.everywhere])
     )
-    placed, _ = recorded[OnMeshes][0]
-    sharded, divided = (
-        sum(any(dividing(spec, mesh.shape)) for spec in some)
-        for some in (placed.param_specs, placed.state_specs)
-    )
     hint = "; use one of at least 256 x 256 that is sharded or repeated"
     remarks = (
         f"the mesh {devices}, compared with one device",
-        f"sharded: {sharded} of {len(placed.paths)} parameters, and the state of "
-        f"{divided}; {dealt} of {total} matrices were dealt out"
+        f"{dealt} of {total} matrices were dealt out"
         + (hint if mesh.size > 1 and total and not dealt else ""),
     )
     return Verification(differences, tuple(problems), remarks)

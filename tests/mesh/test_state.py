@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from jax_muon.transforms.keep_residual import _whole
@@ -29,6 +30,31 @@ def test_state_of_gpt2_is_an_even_share():
         np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(on.abstract_state(params))
     )
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "traces", "spec"),
+    [
+        ((64, 64), "muon", 1, PartitionSpec("data")),
+        ((8, 64, 64), MuonDimensionNumbers(1, 2), 2, PartitionSpec(None, "data")),
+    ],
+)
+def test_one_trace_of_init_places_parameters_and_state(shape, axes, traces, spec):
+    """And a second one, if eight devices would divide eight layers first."""
+    seen = []
+
+    def init(params):
+        seen.append(jax.tree.map(jax.typeof, params))
+        return optax.EmptyState()
+
+    counting = optax.GradientTransformation(init, lambda g, state, p=None: (g, state))
+    params = {"layers": jax.ShapeDtypeStruct(shape, "float32")}
+    momentum = jm.as_matrices(jm.scale_by_momentum(0.9), {"layers": axes})
+    tx = jm.on_mesh(optax.chain(counting, momentum), mesh_of(8), divide="data")
+    for _ in range(2):
+        mu = tx.abstract_state(params)[1].mu["layers"]
+    assert len(seen) == traces
+    assert mu.sharding.spec == spec
 
 
 @pytest.mark.parametrize(

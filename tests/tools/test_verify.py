@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from jax_muon import __main__ as command
-from jax_muon.base.array_types import surroundings
+from jax_muon.base.array_types import mesh_context
 from jax_muon.tools.verify import _compared, compare
 from tests import trees
 from tests.mesh.case import AUTO, EXPLICIT, at, mesh_of
@@ -188,7 +188,7 @@ def test_a_decay_that_is_forgotten_on_the_mesh_is_found(recipe, decay):
     right, wrong = (make(weight_decay=x) for x in (decay, 0.0))
 
     def update(*args):
-        on_mesh = surroundings().layout is not None
+        on_mesh = mesh_context().layout is not None
         return (wrong if on_mesh else right).update(*args)
 
     forgetful = optax.GradientTransformation(right.init, update)
