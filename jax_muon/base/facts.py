@@ -1,7 +1,7 @@
 """Facts that transforms record while they are traced, for tools and layouts.
 
 A module records in a class of its own, such as `Residuals`, a dict by path of a
-parameter: `facts.note(Residuals)["up"] = "int16"`. Who imports that class reads
+parameter: `facts.record(Residuals)["up"] = "int16"`. Who imports that class reads
 `recorded[Residuals]`. Outside of `recording`, as in a training run, facts are dropped.
 """
 
@@ -34,7 +34,7 @@ _recorded: contextvars.ContextVar[Facts | None] = contextvars.ContextVar(
 )
 
 
-def note(kind: type[T]) -> T:
+def record(kind: type[T]) -> T:
     """The object of a class to add to; outside of `recording` nobody reads it."""
     facts = _recorded.get()
     return kind() if facts is None else facts[kind]

@@ -76,8 +76,8 @@ def as_matrices(
         if read.splits:
             split = read_parts(read.parameters, read.splits)
             parts = dataclasses.replace(read, parameters=split, splits={})
-        facts.note(Read).leaves.update(read.parameters)
-        facts.note(Read).parts.update(parts.parameters)
+        facts.record(Read).leaves.update(read.parameters)
+        facts.record(Read).parts.update(parts.parameters)
         if not read.splits:
             return read.view
         return functools.partial(cut, parts.view, tuple(read.splits.items()))

@@ -124,7 +124,7 @@ class NewtonSchulz:
         m, n = sorted(stacks[0].shape[-2:])
         settings = self._for(stacks[0].dtype)
         kernels = settings.dtype == "bfloat16" and takes_kernels(self.kernels, m)
-        facts.note(Kernels)[m, n] = kernels
+        facts.record(Kernels)[m, n] = kernels
         return iteration.iterate(tuple(stacks), settings, kernels)
 
     def _for(self, dtype: jnp.dtype) -> "NewtonSchulz":

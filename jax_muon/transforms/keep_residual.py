@@ -95,7 +95,7 @@ def keep_residual(
         narrow = {path: p for path, p in leaves.items() if _is_narrow(p)}
         like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, name), narrow)
         checks.check_alike("residual", old, "parameter of 16 bits", like)
-        facts.note(Residuals).update(dict.fromkeys(old, name))
+        facts.record(Residuals).update(dict.fromkeys(old, name))
 
         def whole(path: str, p: Array) -> Array:
             return _whole(p, old[path]) if path in old else p

@@ -92,9 +92,9 @@ def orthogonalize(
         structure, (mesh, specs) = jax.tree.structure(updates), specs_of(flat)
         if mesh is None:
             joined = joined_matrices(joins, names, [x.shape for x in leaves])
-            _note_joined(names, joined)
-            factors = functools.partial(map_stacks, polar)
-            leaves = map_joined(factors, joined, leaves)
+            _record_joined(names, joined)
+            compute = functools.partial(map_stacks, polar)
+            leaves = map_joined(compute, joined, leaves)
             return jax.tree.unflatten(structure, leaves), state
 
         # On a mesh: stacks of each device's shards,
@@ -103,19 +103,19 @@ def orthogonalize(
         # Rests of groups of `optax.multi_transform` start at different devices.
         start = zlib.crc32(" ".join(names).encode())
         stacks, rounds = stacks_of(shards, sizes, small=small, start=start)
-        noted = facts.note(Orthogonalized)
-        noted.stacks[tuple(names)] = stacks
-        noted.rounds[tuple(names)] = rounds
-        noted.sizes.update(sizes)
-        _note_joined(names, joined)
+        record = facts.record(Orthogonalized)
+        record.stacks[tuple(names)] = stacks
+        record.rounds[tuple(names)] = rounds
+        record.sizes.update(sizes)
+        _record_joined(names, joined)
 
         # and polar factors of them, on each device its part.
-        factors = functools.partial(map_stacks, polar)
+        compute = functools.partial(map_stacks, polar)
         if mesh.size > 1:
             whole = lambda x: map_stacks(polar, [x])[0]  # noqa: E731
-            factors = functools.partial(map_shards, whole, stacks, rounds)
+            compute = functools.partial(map_shards, whole, stacks, rounds)
         on_device = jax.shard_map(
-            functools.partial(map_joined, factors, joined),
+            functools.partial(map_joined, compute, joined),
             mesh=mesh,
             in_specs=(shard_specs,),
             out_specs=shard_specs,
@@ -127,10 +127,10 @@ def orthogonalize(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _note_joined(names: Sequence[str], joined: Sequence[Joined]) -> None:
+def _record_joined(names: Sequence[str], joined: Sequence[Joined]) -> None:
     by_size = sorted(joined, key=lambda x: x.size)
     sizes = {names[leaf]: x.size for x in by_size for leaf in x.leaves}
-    facts.note(Orthogonalized).joined.update(sizes)
+    facts.record(Orthogonalized).joined.update(sizes)
 
 
 def _shards(

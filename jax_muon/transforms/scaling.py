@@ -202,7 +202,7 @@ def scale_by_shape(
         factor = checks.as_number(
             f"adjust_lr_fn{fan}", factor_of(*fan), "of at least 0"
         )
-        facts.note(Scales)[path] = factor
+        facts.record(Scales)[path] = factor
         return u * dtypes.in_dtype_of(u, factor)
 
     return _stateless(scale)

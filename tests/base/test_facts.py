@@ -15,8 +15,8 @@ class Others(list):
 
 
 def noting(x):
-    facts.note(Seen)["x"] = x.shape
-    facts.note(Others).append(x.dtype)
+    facts.record(Seen)["x"] = x.shape
+    facts.record(Others).append(x.dtype)
     return 2 * x
 
 
@@ -30,7 +30,7 @@ def test_facts_are_recorded_by_class_while_a_function_is_traced():
 
 def test_nobody_listens_outside():
     noting(jnp.ones(3))
-    assert not facts.note(Seen)
+    assert not facts.record(Seen)
     with facts.recording() as recorded:
         noting(jnp.ones(4))
-    assert recorded[Seen] == {"x": (4,)} and not facts.note(Seen)
+    assert recorded[Seen] == {"x": (4,)} and not facts.record(Seen)
