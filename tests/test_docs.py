@@ -186,6 +186,11 @@ def test_the_reference_has_every_public_name_with_an_example():
         assert ">>> " in inspect.getdoc(getattr(jm, name)), name
 
 
+def test_the_changelog_has_every_public_name():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert {*jm.__all__} <= set(re.findall(r"`(\w+)", text))
+
+
 def test_charts_show_the_results():
     """`python docs/charts.py` would change nothing."""
     drawn = runpy.run_path(str(DOCS / "charts.py"))

@@ -61,8 +61,7 @@ def test_steps_that_each_recipe_needs():
     assert table("learning_300_128") == expected
     ratios = sorted(pace[f"{x}, width 128"]["ratio"] for x in best if x != "adamw")
     most = math.ceil(100 * ratios[-1]) / 100
-    took = f"takes {ratios[0]:.2f} to {most:.2f} of the time"
-    assert took in page("docs/rates.md")
+    assert f"is {ratios[0]:.2f} to {most:.2f} (" in page("benchmarks/NOTES.md")
 
 
 def test_heads_joined_and_apart():
@@ -155,10 +154,14 @@ def test_fine_tuning_in_bfloat16():
 
 
 def test_what_is_left_of_a_movement():
+    """Where int8 loses steps of random matrices that int16 keeps."""
     rows = results("finetune_movement.json")["rows"]
-    moved = [f"{x['moved']:.3f}" for x in rows if x["learning_rate"] == 1e-6]
-    text = "{} as far in bfloat16 as in float32, {} with int8, and {} with int16"
-    assert text.format(*moved) in page("docs/stability.md")
+    moved = collections.defaultdict(list)
+    for row in rows:
+        moved[row["learning_rate"]].append(row["moved"])
+    (_, int8, _), (half, lost, int16) = moved[1e-5], moved[1e-6]
+    assert int8 > 0.99 < int16 and half < 0.01 and lost < 0.5
+    assert "Below a rate of 1e-5, at which int8 would lose" in page("docs/stability.md")
 
 
 def on_a_gpu(name):
@@ -211,7 +214,7 @@ def test_steps_on_a_gpu():
     ours = mean(times("gpt2-124m nanochat, float32, scanned", "h200_forms.jsonl"))
     longer = ours / mean(times(f"gpt2-124m {OURS}, scanned"))
     assert round(longer) == 9
-    assert "float32 takes nine times as long" in page("docs/speed.md")
+    assert "on an H200 takes nine times as long in float32" in page("docs/speed.md")
 
 
 def test_the_readme_has_steps_on_a_gpu():
@@ -289,9 +292,6 @@ def test_what_was_right_on_a_gpu():
     low = [x for x in parity if x["what"].endswith("float32")]
     worst = f"{max(x['error'] for x in low):.1e}".replace("e-0", "e-")
     assert f"{worst} in float32" in text
-    half = [x for x in parity if x["what"].endswith("bfloat16")]
-    assert len(half) == 5 and "In bfloat16 five recipes ran" in text
-    assert all(x["error"] < x["between_torch"] for x in half)
     rows = on_a_gpu("h100.jsonl")
     assert all(x.get("ok", True) and not x.get("code", 0) for x in rows)
 
