@@ -127,6 +127,10 @@ class OnMesh(optax.GradientTransformationExtraArgs):
         return xla_options.choose(placed, jax.tree.leaves(params), scans, axis)
 
 
+class OnMeshes(list[tuple[Placed, "PlacedState"]]):
+    """Of each `on_mesh` whose update was traced: recorded for `describe`."""
+
+
 class MeshOptimizer:
     """An optimizer and its layout."""
 
@@ -220,6 +224,7 @@ class MeshOptimizer:
         checks.check_gradients(updates, params)
         placed, known = self.place(updates if params is None else params)
         checks.check_state(state, known.shapes)
+        facts.record(OnMeshes).append((placed, known))
         arrays, others = array_types.arrays_and_others(extra_args)
 
         def update(
@@ -262,8 +267,7 @@ class MeshOptimizer:
         params = checks.as_arrays("params", params)
         placed, state = self.place(params)
         shapes = array_types.with_shardings(params, placed.shardings)
-        shardings = (spelled(placed.mesh, spec) for spec in state.specs)
-        return shapes, array_types.with_shardings(state.shapes, shardings)
+        return shapes, state.on(placed.mesh)
 
 
 class PlacedState(NamedTuple):
@@ -274,6 +278,11 @@ class PlacedState(NamedTuple):
     parameters: Parameters  # as transforms record how they are read
     # Arrays that every device has whole, as nothing shows how to shard them.
     unknown: list[str]
+
+    def on(self, mesh: Mesh) -> PyTree:
+        """Shapes and dtypes, with shardings."""
+        shardings = (spelled(mesh, spec) for spec in self.specs)
+        return array_types.with_shardings(self.shapes, shardings)
 
 
 def trace_init(
@@ -334,8 +343,11 @@ def _on_auto_axes(
         raise ValueError(
             "on_mesh inside of on_mesh; use one, around all other transforms"
         )
-    is_explicit, outside = AxisType.Explicit in axis_types, placed.mesh.abstract_mesh
-    outside = outside if is_explicit else jax.sharding.get_abstract_mesh()
+    outside = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in axis_types:
+        outside = placed.mesh.abstract_mesh
+    # For `describe` also on a mesh with Auto axes: types show the state.
+    is_explicit = AxisType.Explicit in outside.axis_types
     treedef: PyTreeDef = jax.tree.structure(None)
 
     def run(*args: PyTree) -> list[Array]:
@@ -363,9 +375,9 @@ def _on_auto_axes(
             "optax.inject_hyperparams, use "
             "on_mesh(optax.inject_hyperparams(...)(...), where)"
         ) from error
-    shardings = list(map(functools.partial(spelled, placed.mesh), specs))
-    # The only way to name the devices.
-    leaves = jax.jit(lambda x: x, out_shardings=shardings)(leaves)
+    if AxisType.Explicit in axis_types:  # the only way to name the devices
+        shardings = list(map(functools.partial(spelled, placed.mesh), specs))
+        leaves = jax.jit(lambda x: x, out_shardings=shardings)(leaves)
     return treedef.unflatten(leaves)
 
 

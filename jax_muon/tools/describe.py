@@ -21,7 +21,7 @@ from jax_muon.base.tables import aligned, shape_text, sizes_text
 from jax_muon.matrices.as_matrices import Read
 from jax_muon.matrices.find import trained
 from jax_muon.matrices.matrices import MUON, Parameter
-from jax_muon.mesh.on_mesh import OnMesh
+from jax_muon.mesh.on_mesh import OnMesh, OnMeshes, trace_init
 from jax_muon.mesh.stacks import Round, Stack
 from jax_muon.mesh.train_step import TrainStep
 from jax_muon.polar.factors import Kernels
@@ -213,6 +213,8 @@ def describe(
     step, tx = tx, tx.tx if isinstance(tx, TrainStep) else tx
     tx = checks.as_transform("tx", tx)
     params = checks.as_arrays("params", trained(params))
+    if isinstance(tx, OnMesh):
+        tx.optimizer.place(params)  # refuses shapes that do not show where
     gathers: list[bool | None] = []
     if isinstance(step, TrainStep):
         if not batch:
@@ -240,10 +242,11 @@ def describe(
     sizes = orthogonalized.sizes
     summed: tuple[str, ...] = ()
     by_layer: dict[str, bool | None] = {}
-    unknown: Sequence[str] = ()
-    if isinstance(tx, OnMesh):
-        placed, known = tx.optimizer.place(shapes)
-        state, unknown = tx.abstract_state(shapes), known.unknown
+    unknown: list[str] = []
+    for placed, known in recorded[OnMeshes]:  # one, perhaps inside of a chain
+        before = dataclasses.replace(placed, state_specs=placed.param_specs)
+        state = trace_init(tx, shapes, before).on(placed.mesh)
+        unknown += known.unknown
         sizes |= placed.mesh.shape
         summed = placed.mesh.axis_names if gathers else placed.divide
         both = zip(placed.param_specs, placed.state_specs, strict=True)

@@ -76,6 +76,23 @@ def test_matrices_too_small_to_be_dealt_out(kind):
     assert last == f"each sends in a step: {sent}"
 
 
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_on_mesh_inside_of_a_chain(kind):
+    """As on_mesh alone, with the state that the chain has beside it."""
+    mesh = mesh_of(4, kind=kind)
+    whole = NamedSharding(mesh, P())
+    params = {"up": jax.ShapeDtypeStruct((64, 256), "float32", sharding=whole)}
+    tx = jm.on_mesh(RECIPES["muon"](matrices={"up": "muon"}), mesh, divide="data")
+    alone, inside = (
+        jm.describe(x, params) for x in (tx, optax.chain(optax.trace(0.9), tx))
+    )
+    size = 4 * 64 * 256
+    both = [x.parameters[0].state_bytes for x in (alone, inside)]
+    assert both == [size // 4, size + size // 4]
+    assert inside.stacks == alone.stacks and inside.sent_bytes == alone.sent_bytes
+    assert "whole; state data" in str(inside)
+
+
 def test_layers_that_no_scan_gathers():
     """A step gathers them whole; of plain jit only the optimizer's part is known."""
     params = {"0": jnp.ones((64, 64)), "1": jnp.ones((64, 64)), "b": jnp.ones(64)}

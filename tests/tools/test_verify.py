@@ -169,9 +169,7 @@ def test_matrices_that_do_not_arrive_are_found(breakage, monkeypatch, capsys):
         shapes = {"mlp/up": jax.ShapeDtypeStruct((256, size), "float32")}
         found = jm.verify(tx, shapes)
         assert (
-            found.ok
-            == ("0 of 1 matrices were dealt out; use" in str(found))
-            == small
+            found.ok == ("0 of 1 matrices were dealt out; use" in str(found)) == small
         )
     assert "the update of 'mlp/up' of shape (256, 256) differs" in found.problems[0]
     assert command.main() == 1
