@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -12,7 +11,6 @@ from tests.rewrites.operations import (
     dtype_of,
     of_lookups,
     of_products,
-    one_row,
     register_rules,
     run,
     scan_parts,
@@ -48,30 +46,6 @@ def by_ones(eqn, x):
     return between_ones(eqn, x) * jnp.ones(eqn.params["shape"]) if is_float(x) else None
 
 
-def of_one_element(function):
-    """A broadcast as `function(x, size, axis)` where an axis has one element."""
-
-    def rule(eqn, x):
-        if not is_float(x) or max(eqn.params["shape"], default=0) > 40:
-            return None
-        x = between_ones(eqn, x)
-        for axis, size in enumerate(eqn.params["shape"]):
-            x = function(x, size, axis) if x.shape[axis] != size else x
-        return x
-
-    return rule
-
-
-def by_outer_product(eqn, x):
-    shape, places = eqn.params["shape"], eqn.params["broadcast_dimensions"]
-    new = [a for a in range(len(shape)) if a not in places]
-    same = [shape[a] for a in places] == [*x.shape]
-    if not (is_float(x) and new and same and x.ndim):
-        return None
-    y = jnp.tensordot(jnp.ones([shape[a] for a in new], x.dtype), x, 0)
-    return jnp.transpose(y, np.argsort([*new, *places]))
-
-
 def where_by_products(eqn, which, *cases):
     if len(cases) != 2 or not is_float(cases[0]):
         return None
@@ -82,27 +56,8 @@ def where_by_products(eqn, which, *cases):
 register_rules(
     "operations",
     {
-        "sums by lax.reduce": {
-            "reduce_sum": lambda eqn, x: lax.reduce(
-                x, np.zeros((), x.dtype), lax.add, eqn.params["axes"]
-            )
-        },
-        "sums as running sums": {
-            "reduce_sum": axis_by_axis(lambda rows: jnp.cumsum(rows, 0)[-1])
-        },
         "sums in a scan": {"reduce_sum": axis_by_axis(sum_in_a_scan)},
-        "sums of one segment": {
-            "reduce_sum": axis_by_axis(
-                lambda rows: jax.ops.segment_sum(rows, np.zeros(len(rows), int), 1)[0]
-            )
-        },
         "copies by ones": {"broadcast_in_dim": by_ones},
-        "copies by outer products": {"broadcast_in_dim": by_outer_product},
-        "copies taken": {
-            "broadcast_in_dim": of_one_element(
-                lambda x, size, axis: jnp.take(x, jnp.zeros(size, int), axis)
-            )
-        },
         "where by products": {"select_n": where_by_products},
     },
 )
@@ -145,28 +100,6 @@ def of_last_axis(function):
     return rule
 
 
-def argmax_by_comparison(x):
-    is_best = x == x.max(-1, keepdims=True)
-    return (is_best * jnp.arange(x.shape[-1])).max(-1)
-
-
-def of_rows(function):
-    """A running sum forwards, as `function` of rows."""
-
-    def rule(eqn, x):
-        axis = eqn.params["axis"]
-        if eqn.params["reverse"] or not is_float(x):
-            return None
-        return jnp.moveaxis(function(jnp.moveaxis(x, axis, 0)), 0, axis)
-
-    return rule
-
-
-def running_sums_by_a_triangle(rows):
-    triangle = np.tri(len(rows), dtype=np.float32).astype(rows.dtype)
-    return jnp.tensordot(triangle, rows, 1)
-
-
 register_rules(
     "parts",
     {
@@ -181,8 +114,6 @@ register_rules(
         "argmax by top-k": {
             "argmax": of_last_axis(lambda x: lax.top_k(x, 1)[1][..., 0])
         },
-        "argmax by comparison": {"argmax": of_last_axis(argmax_by_comparison)},
-        "cumsum by a triangle": {"cumsum": of_rows(running_sums_by_a_triangle)},
     },
 )
 
@@ -194,19 +125,10 @@ def sorted_and_back(table, ids):
     return rows.reshape(*ids.shape, *table.shape[1:])
 
 
-def one_id_more(table, ids):
-    more = jnp.concatenate([ids.ravel(), jnp.zeros(1, ids.dtype)])
-    return table[more][:-1].reshape(*ids.shape, *table.shape[1:])
-
-
 register(
     "lookups",
     {
         "sorted and back": sorted_and_back,
-        "one id more": one_id_more,
-        "by comparison": lambda table, ids: jnp.tensordot(
-            (ids[..., None] == jnp.arange(len(table))).astype(table.dtype), table, 1
-        ),
     },
     of_lookups,
 )
@@ -224,18 +146,6 @@ def body_of(eqn, consts):
     return step
 
 
-def in_two(eqn, *values):
-    (consts, carry, xs), length = scan_parts(eqn, values), eqn.params["length"]
-    if length < 2:
-        return None
-    half, reverse, step = length // 2, eqn.params["reverse"], body_of(eqn, consts)
-    halves, ys = ([x[:half] for x in xs], [x[half:] for x in xs]), {}
-    for i in (1, 0) if reverse else (0, 1):
-        count = (half, length - half)[i]
-        carry, ys[i] = lax.scan(step, carry, halves[i], count, reverse)
-    return [*carry, *map(lambda *y: jnp.concatenate(y), ys[0], ys[1])]
-
-
 def over_numbers(eqn, *values):
     (consts, carry, xs), length = scan_parts(eqn, values), eqn.params["length"]
     step, rows = body_of(eqn, consts), jnp.arange(length)
@@ -248,29 +158,10 @@ def over_numbers(eqn, *values):
     return [*carry, *ys]
 
 
-def in_while_loop(eqn, *values):
-    (consts, carry, xs), length = scan_parts(eqn, values), eqn.params["length"]
-    avals, step = eqn.params["jaxpr"].out_avals[len(carry) :], body_of(eqn, consts)
-    if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in avals):
-        return None
-
-    def turn(c):
-        count, carry, ys = c
-        i = length - 1 - count if eqn.params["reverse"] else count
-        carry, rows = step(carry, [one_row(x, i) for x in xs])
-        return count + 1, carry, [y.at[i].set(z) for y, z in zip(ys, rows, strict=True)]
-
-    ys = [jnp.zeros((length, *a.shape), a.dtype) for a in avals]
-    _, carry, ys = lax.while_loop(lambda c: c[0] < length, turn, (0, carry, ys))
-    return [*carry, *ys]
-
-
 register_rules(
     "control flow",
     {
-        "scans in two": {"scan": in_two},
         "scans over numbers": {"scan": over_numbers},
-        "scans as while_loop": {"scan": in_while_loop},
     },
 )
 
@@ -324,22 +215,12 @@ def halves_of_outputs(eqn, x, w, axes):
     return jnp.concatenate([convolve(eqn, x, v) for v in halves], axes.out_spec[1])
 
 
-def a_ring_of_zeros(eqn, x, w, axes):
-    """A window with zeros around it."""
-    if {*eqn.params["rhs_dilation"], *eqn.params["lhs_dilation"]} != {1}:
-        return None
-    widths = [(1, 1) if a in axes.rhs_spec[2:] else (0, 0) for a in range(w.ndim)]
-    padding = [(before + 1, after + 1) for before, after in eqn.params["padding"]]
-    return convolve(eqn, x, jnp.pad(w, widths), padding=padding)
-
-
 register_rules(
     "convolutions",
     {
         "channels first": {"conv_general_dilated": channels_first},
         "patches by a matrix": {"conv_general_dilated": of_plain(patches_by_a_matrix)},
         "halves of outputs": {"conv_general_dilated": of_plain(halves_of_outputs)},
-        "a ring of zeros": {"conv_general_dilated": of_plain(a_ring_of_zeros)},
     },
 )
 
@@ -356,31 +237,12 @@ def flattened(eqn, x, y):
     return (u @ v).reshape(shape).astype(dtype_of(eqn))
 
 
-def a_zero_more(eqn, x, y):
-    """A zero before what is contracted, in both operands."""
-    (cx, cy), _ = eqn.params["dimension_numbers"]
-    if not cx or not is_float(x):
-        return None
-    pairs = (x, cx[0]), (y, cy[0])
-    x, y = (
-        jnp.pad(z, [(int(a == axis), 0) for a in range(z.ndim)]) for z, axis in pairs
-    )
-    numbers = eqn.params["dimension_numbers"]
-    return lax.dot_general(x, y, numbers, preferred_element_type=dtype_of(eqn))
-
-
 register_rules(
     "products",
     {
         "flattened": {"dot_general": flattened},
-        "a zero more": {"dot_general": a_zero_more},
     },
 )
-
-
-def two_roundings(x, w):
-    high = w.astype(jnp.bfloat16).astype(w.dtype)
-    return x @ high + x @ (w - high)
 
 
 def a_matrix_for_each_sample(x, w):
@@ -392,13 +254,8 @@ def a_matrix_for_each_sample(x, w):
 register(
     "x @ w",
     {
-        "by a jvp": lambda x, w: jax.jvp(lambda x: x @ w, [x], [x])[1],
-        "two roundings": two_roundings,
         "a matrix for each sample": a_matrix_for_each_sample,
         "scan over rows": lambda x, w: lax.scan(lambda c, r: (c, r @ w), 0, x)[1],
-        "scan over rows, with it": lambda x, w: lax.scan(
-            lambda w, row: (w, row @ w), w, x
-        )[1],
         "cond": lambda x, w: lax.cond(
             jnp.ones(()) > 0,
             jnp.matmul,

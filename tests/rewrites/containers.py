@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.core import FrozenDict
 
 from tests.rewrites.case import Case, S, register
 
@@ -96,33 +95,10 @@ def shared_module(names, leaves):
     return module
 
 
-def shared_parameters(names, leaves):
-    """Two modules that share each parameter."""
-    module = as_module(names, leaves)
-    module.b = Module()
-    for name in names:
-        setattr(module.b, name, getattr(module.a, name))
-    return module
-
-
-def in_turn(p, name):
-    return getattr((p.a, p.b)[len(name) % 2], name)[...]
-
-
 def among_others(names, leaves):
     """Beside integers, keys, numbers and None."""
     others = {"key": S((2,), jnp.uint32), "step": S((), jnp.int32)}
     return {"z": as_dict(names, leaves), **others, "none": None, "rate": 0.1}
-
-
-class Value(NamedTuple):
-    """A field that is called as the content of a Flax box is."""
-
-    value: Any
-
-
-def with_value_fields(names, leaves):
-    return {name: Value(w) for name, w in zip(names, leaves, strict=True)}
 
 
 def item(p, name):
@@ -133,11 +109,7 @@ register(
     "container",
     {
         "dict": container(as_dict, item),
-        "FrozenDict": container(lambda *x: FrozenDict(as_dict(*x)), item),
         "NamedTuple": container(as_named_tuple, getattr),
-        "fields called value": container(
-            with_value_fields, lambda p, name: p[name].value, "{}/value"
-        ),
         "dataclass": container(as_dataclass, getattr),
         "Equinox module": container(as_equinox, getattr),
         "linen boxes": container(as_boxes, lambda p, name: p[name].value),
@@ -147,10 +119,6 @@ register(
         ),
         "NNX module by its second name": container(
             shared_module, lambda p, name: getattr(p.b, name)[...], "a/{}"
-        ),
-        "NNX module by both names": container(shared_module, in_turn, "a/{}"),
-        "NNX parameters by second names": container(
-            shared_parameters, lambda p, name: getattr(p.b, name)[...], "a/{}"
         ),
         "beside keys and numbers": container(
             among_others, lambda p, name: p["z"][name], "z/{}"
@@ -185,6 +153,5 @@ register(
     {
         "list": as_listed,
         "NumPy arrays": of_leaves(np.zeros),
-        "JAX arrays": of_leaves(jnp.zeros),
     },
 )

@@ -125,23 +125,6 @@ def operands_swapped(eqn, x, y):
     return jnp.transpose(z, order)
 
 
-def axes_reversed(eqn, x, y):
-    """By einsum, of both operands and the result with all axes in reverse."""
-    (cx, cy), (bx, by) = eqn.params["dimension_numbers"]
-    letters = iter("zyxwvutsrqponmlk")
-    of_x, of_y = dict.fromkeys(range(x.ndim)), dict.fromkeys(range(y.ndim))
-    for i, j in (*zip(bx, by, strict=True), *zip(cx, cy, strict=True)):
-        of_x[i] = of_y[j] = next(letters)
-    of_x = {i: of_x[i] or next(letters) for i in of_x}
-    of_y = {j: of_y[j] or next(letters) for j in of_y}
-    out = [of_x[i] for i in bx]
-    out += [of_x[i] for i in of_x if i not in (*bx, *cx)]
-    out += [of_y[j] for j in of_y if j not in (*by, *cy)]
-    left, right = ("".join([*of.values()][::-1]) for of in (of_y, of_x))
-    spec = f"{left},{right}->{''.join(out[::-1])}"
-    return jnp.einsum(spec, y.T, x.T, preferred_element_type=dtype_of(eqn)).T
-
-
 def in_float32(eqn, x, y):
     if not is_float(x):
         return None
@@ -166,7 +149,6 @@ register_rules(
     "products",
     {
         "operands swapped": {"dot_general": operands_swapped},
-        "einsum of reversed axes": {"dot_general": axes_reversed},
         "preferred_element_type": {"dot_general": in_float32},
         "a batch one by one": {"dot_general": as_contraction},
     },
@@ -217,10 +199,6 @@ def by_matvec(x, w):
     return function(x)
 
 
-def by_vdots(x, w):
-    return jax.vmap(lambda r: jax.vmap(lambda c: jnp.vdot(r, c), 1)(w))(x)
-
-
 def halves_of_inputs(x, w):
     n = len(w) // 2
     return x[..., :n] @ w[:n] + x[..., n:] @ w[n:]
@@ -242,13 +220,6 @@ def blocks_of_inputs(x, w):
     return lax.fori_loop(0, count, turn, jnp.zeros((*x.shape[:-1], w.shape[1])))
 
 
-def blocks_of_outputs(x, w):
-    count = factor(w.shape[1])
-    blocks = jnp.moveaxis(w.reshape(len(w), count, -1), 1, 0)
-    ys = lax.map(lambda block: x @ block, blocks)
-    return jnp.moveaxis(ys, 0, -2).reshape(*x.shape[:-1], w.shape[1])
-
-
 @jax.custom_vjp
 def own_product(x, w):
     return x @ w
@@ -264,21 +235,9 @@ def empty(x, w):
     return jnp.zeros((*x.shape[:-1], w.shape[1]), x.dtype)
 
 
-def rows_into_a_buffer(x, w):
-    z = empty(x, w)
-    for i in range(min(len(x), 3)):
-        z = z.at[i].set(x[i] @ w)
-    return z.at[3:].set(x[3:] @ w) if len(x) > 3 else z
-
-
 def rows_into_a_buffer_in_a_loop(x, w):
     turn = lambda i, z: z.at[i].set(x[i] @ w)  # noqa: E731
     return lax.fori_loop(0, len(x), turn, empty(x, w))
-
-
-def columns_of_a_buffer(x, w):
-    z = jnp.zeros((*x.shape[:-1], w.shape[1] + 3), x.dtype)
-    return z.at[..., 1:-2].set(x @ w)[..., 1:-2]
 
 
 def into_a_cache(x, w):
@@ -318,11 +277,9 @@ register(
     "x @ w",
     {
         "tensordot": lambda x, w: jnp.tensordot(x, w, 1),
-        "inner": lambda x, w: jnp.inner(x, w.T),
         "flattened": flat(jnp.matmul),
         "a 1 x 1 convolution": flat(by_conv),
         "vmap of a matvec": by_matvec,
-        "vmap of vdot": flat(by_vdots),
         "vmap over outputs": lambda x, w: jnp.moveaxis(
             jax.vmap(lambda c: x @ c, 1)(w), 0, -1
         ),
@@ -333,27 +290,17 @@ register(
         "halves of inputs": halves_of_inputs,
         "halves of outputs": halves_of_outputs,
         "blocks of inputs in a loop": blocks_of_inputs,
-        "blocks of outputs in a loop": blocks_of_outputs,
-        "one input at a time": lambda x, w: x[..., :1] @ w[:1] + x[..., 1:] @ w[1:],
         "in heads": in_heads,
         "in bfloat16": lambda x, w: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16),
         "jit": jax.jit(jnp.matmul),
         "checkpoint": jax.checkpoint(jnp.matmul),
         "custom_vjp": own_product,
         "normalized and back": normalized,
-        "times ones": lambda x, w: x @ w * jnp.ones(w.shape[1]),
-        "plus zeros": lambda x, w: x @ w + jnp.zeros(w.shape[1]),
         "padded inputs": padded_inputs,
-        "padded outputs": lambda x, w: (x @ jnp.pad(w, [(0, 0), (0, 3)]))[
-            ..., : w.shape[1]
-        ],
         "a row for a bias": with_a_bias_row,
         "an identity before": lambda x, w: x @ jnp.eye(len(w)) @ w,
         "an identity after": lambda x, w: x @ w @ jnp.eye(w.shape[1]),
-        "into a buffer": lambda x, w: empty(x, w).at[...].set(x @ w),
-        "rows into a buffer": rows_into_a_buffer,
         "rows into a buffer in a loop": rows_into_a_buffer_in_a_loop,
-        "columns of a buffer": columns_of_a_buffer,
         "into a cache": into_a_cache,
         "broadcast and summed": lambda x, w: (x[..., None] * w).sum(-2),
         "a sum of rank one": rank_one_products,
@@ -398,12 +345,6 @@ def by_one_hot(table, ids):
     return jnp.tensordot(jax.nn.one_hot(ids, len(table), dtype=table.dtype), table, 1)
 
 
-def by_columns(table, ids):
-    rows = jnp.take(table.T, ids, -1)
-    first = table.ndim - 1
-    return rows.transpose(*range(first, rows.ndim), *reversed(range(first)))
-
-
 def masked(table, ids):
     valid = (ids >= 0).astype(table.dtype)
     return table[ids] * valid.reshape(*ids.shape, *(1,) * (table.ndim - 1))
@@ -419,7 +360,6 @@ register(
         "by a one-hot": by_one_hot,
         "one by one": each_id(one_row)(lambda f: functools.partial(lax.map, f)),
         "by vmap": each_id(lambda table, i: table[i])(jax.vmap),
-        "columns of the transpose": by_columns,
         "with a row of zeros": lambda table, ids: jnp.concatenate(
             [table, jnp.zeros_like(table[:1])]
         )[ids],
@@ -445,23 +385,10 @@ def set_in_zeros(eqn, *parts):
     return z
 
 
-def padded_and_added(eqn, *parts):
-    if not is_float(parts[0]):
-        return None
-    axis, total = eqn.params["dimension"], 0
-    size = eqn.outvars[0].aval.shape[axis]
-    for x, (start, end) in zip(parts, places(eqn, parts), strict=True):
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = (start, size - end)
-        total = total + jnp.pad(x, widths)
-    return total
-
-
 register_rules(
     "concatenate",
     {
         "set in zeros": {"concatenate": set_in_zeros},
-        "padded and added": {"concatenate": padded_and_added},
     },
 )
 
@@ -511,14 +438,10 @@ register_rules(
         },
         "a - b as a + -b": {"sub": of_floats(lambda x, y: x + -y)},
         "a / b as a (1 / b)": {"div": of_floats(lambda x, y: x * (1 / y))},
-        "a / b by logarithms of b": {
-            "div": of_floats(lambda x, y: x * jnp.sign(y) * jnp.abs(y) ** -1.0)
-        },
         "exp as exp2": {"exp": lambda eqn, x: jnp.exp2(x * math.log2(math.e))},
         "exp as a power": {"exp": lambda eqn, x: jnp.power(math.e, x)},
         "max as where": {"max": lambda eqn, x, y: jnp.where(x > y, x, y)},
         "logistic by exp": {"logistic": lambda eqn, x: 1 / (1 + jnp.exp(-x))},
-        "tanh by logistic": {"tanh": lambda eqn, x: 2 * jax.nn.sigmoid(2 * x) - 1},
         "powers": POWERS,
         "sums axis by axis": {"reduce_sum": axis_by_axis},
         "sums by ones": {"reduce_sum": by_ones},

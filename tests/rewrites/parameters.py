@@ -50,11 +50,6 @@ def permuted_and_back(w):
     return w[order][inverse]
 
 
-def scattered(w):
-    order, _ = shuffled(len(w))
-    return jnp.zeros_like(w).at[order].set(w[order])
-
-
 def straight_through(w):
     return w + lax.stop_gradient(w.astype(jnp.bfloat16).astype(w.dtype) - w)
 
@@ -95,14 +90,6 @@ def own_vmap(w):
 own_vmap.def_vmap(lambda size, is_batched, w: (w * 1.0, is_batched[0]))
 
 
-def rows_in_a_while_loop(w):
-    def turn(carry):
-        i, z = carry
-        return i + 1, z.at[i].set(w[i])
-
-    return lax.while_loop(lambda c: c[0] < len(w), turn, (0, jnp.zeros_like(w)))[1]
-
-
 def from_devices(w, count=None):
     """Gathered from as many devices as can share its rows equally."""
     count = count or next(n for n in (8, 4, 3, 2, 1) if len(w) % n == 0)
@@ -121,37 +108,17 @@ def quadrants(w):
     return jnp.block([[w[:i, :j], w[:i, j:]], [w[i:, :j], w[i:, j:]]])
 
 
-def in_a_block_diagonal(w):
-    if w.ndim > 2:
-        return w
-    both = jax.scipy.linalg.block_diag(w, jnp.ones((2, 3)))
-    return both[: len(w), : w.shape[1]]
-
-
-def largest(w):
-    return jnp.abs(w).max() + 1
-
-
 def norm(w, **axis):
     return jnp.linalg.norm(w, **axis) + 1.0
 
 
-def by_row_axis(matrix, w):
-    return jnp.tensordot(matrix, w, 1)
-
-
 ANY = {
     "scaled by 1": lambda w: w * 1.0,
-    "scaled by a traced 1": lambda w: w * jnp.cos(jnp.zeros((), w.dtype)),
     "times a mask of ones": lambda w: w * jnp.ones_like(w),
     "plus zeros": lambda w: jnp.zeros_like(w) + w,
     "half and half": lambda w: 0.5 * w + 0.5 * w,
     "half of it frozen": lambda w: (w + lax.stop_gradient(w)) / 2,
     "frozen": lax.stop_gradient,
-    "minus and plus a frozen copy": lambda w: (
-        w - lax.stop_gradient(w) + lax.stop_gradient(w)
-    ),
-    "maximum of two": lambda w: jnp.stack([w, w]).max(0),
     "bfloat16 and back": lambda w: w.astype(jnp.bfloat16).astype(w.dtype),
     "kept in bfloat16": lambda w: w.astype(jnp.bfloat16),
     "reduce_precision": lambda w: lax.reduce_precision(w, 8, 7),
@@ -163,54 +130,24 @@ ANY = {
         jnp.zeros_like(w), w, [0] * w.ndim
     ),
     "set in zeros": lambda w: jnp.zeros_like(w).at[...].set(w),
-    "added in zeros": lambda w: jnp.zeros_like(w).at[...].add(w),
     "set as a row": lambda w: jnp.zeros((3, *w.shape), w.dtype).at[1].set(w)[1],
-    "set as two rows": lambda w: (
-        jnp.zeros((3, *w.shape), w.dtype)
-        .at[jnp.array([1, 2])]
-        .set(jnp.stack([w, w]))[2]
-    ),
     "stacked with zeros": lambda w: jnp.stack([w, jnp.zeros_like(w)])[0],
-    "repeated, one taken": lambda w: jnp.broadcast_to(w, (3, *w.shape))[1],
     "where true": lambda w: jnp.where(jnp.ones(w.shape, bool), w, 0),
-    "where of itself": lambda w: jnp.where(
-        jnp.arange(w.size).reshape(w.shape) % 2 == 0, w, w
-    ),
     "optimization_barrier": lax.optimization_barrier,
-    "clipped at infinity": lambda w: jnp.clip(w, -jnp.inf, jnp.inf),
     "clipped far away": lambda w: jnp.clip(w, -1e9, 1e9),
     "nan_to_num": jnp.nan_to_num,
-    "sign times size": lambda w: jnp.sign(w) * jnp.abs(w),
-    "by its largest and back": lambda w: w / largest(w) * largest(w),
     "jit": jax.jit(lambda w: w * 1.0),
-    "checkpoint": jax.checkpoint(lambda w: w * 1.0),
     "custom_vjp": own_vjp,
     "custom_jvp": own_jvp,
-    "custom_gradient": own_gradient,
     "custom_vmap": own_vmap,
-    "a vjp": lambda w: jax.vjp(lambda w: w * 1.0, w)[1](w)[0],
     "a jvp": lambda w: jax.jvp(lambda w: w * 1.0, [w], [w])[1],
-    "linear_transpose": lambda w: jax.linear_transpose(lambda w: w * 1.0, w)(w)[0],
     "fori_loop": lambda w: lax.fori_loop(0, 1, lambda _, w: w * 1.0, w),
-    "while_loop": lambda w: lax.while_loop(
-        lambda c: c[0] < 1, lambda c: (c[0] + 1, c[1]), (0, w)
-    )[1],
     "cond": lambda w: lax.cond(
         jnp.ones(()) > 0, lambda w: w * 1.0, lambda w: w * 1.0, w
     ),
-    "cond, or zeros": lambda w: lax.cond(
-        jnp.ones(()) > 0, lambda w: w, jnp.zeros_like, w
-    ),
-    "where, or frozen": lambda w: jnp.where(
-        jnp.ones(w.shape, bool), w, lax.stop_gradient(w)
-    ),
-    "last of a scan": lambda w: lax.scan(lambda c, _: (c, w * 1.0), 0, None, 2)[1][-1],
     "an average in a scan": lambda w: lax.scan(
         lambda m, _: (0.5 * m + 0.5 * w, None), w, None, 2
     )[0],
-    "all_gather of one": lambda w: jax.vmap(
-        lambda w: lax.all_gather(w, "x"), axis_name="x"
-    )(w[None])[0, 0],
     "shard_map": under_shard_map,
     "device_put": lambda w: jax.device_put(w, jax.devices()[0]),
     "sharding constraint": lambda w: lax.with_sharding_constraint(
@@ -219,21 +156,10 @@ ANY = {
 }
 VECTORS = {
     "rows taken": lambda w: jnp.take(w, jnp.arange(len(w)), 0),
-    "rows taken, or zeros": lambda w: w.at[jnp.arange(len(w))].get(
-        mode="fill", fill_value=0
-    ),
-    "columns taken": lambda w: jnp.take(w, jnp.arange(w.shape[-1]), -1),
     "rows permuted and back": permuted_and_back,
-    "rows scattered": scattered,
     "rolled and back": lambda w: jnp.roll(jnp.roll(w, 1, 0), -1, 0),
-    "rolled by a scan": lambda w: lax.scan(
-        lambda w, _: (jnp.roll(w, 1, 0), None), w, None, len(w)
-    )[0],
     "flipped twice": lambda w: w[::-1][::-1],
     "halves joined": lambda w: jnp.concatenate([w[: len(w) // 2], w[len(w) // 2 :]]),
-    "halves of columns joined": lambda w: jnp.concatenate(
-        jnp.split(w, [w.shape[-1] // 2], -1), -1
-    ),
     "joined with zeros, cut": lambda w: jnp.concatenate([w, jnp.zeros_like(w)])[
         : len(w)
     ],
@@ -243,40 +169,19 @@ VECTORS = {
     "stacked from its columns": lambda w: jnp.stack(
         [w[..., i] for i in range(w.shape[-1])], -1
     ),
-    "padded between rows, strided": lambda w: lax.pad(
-        w, np.zeros((), w.dtype), [(0, 0, 1)] + [(0, 0, 0)] * (w.ndim - 1)
-    )[::2],
     "a row added to itself": lambda w: w.at[0].add(0.0),
-    "a column set to itself": lambda w: w.at[..., 0].set(w[..., 0]),
-    "sums of segments of one row": lambda w: jax.ops.segment_sum(
-        w, jnp.arange(len(w)), len(w)
-    ),
-    "vmap of columns": jax.vmap(lambda column: column * 1.0, -1, -1),
-    "rows in a while_loop": rows_in_a_while_loop,
     "from devices": from_devices,
     "vmap of rows": jax.vmap(lambda row: row * 1.0),
     "map of rows": lambda w: lax.map(lambda row: row * 1.0, w),
-    "scan of rows": lambda w: lax.scan(lambda c, row: (c, row), 0, w)[1],
     "running sums, differences": lambda w: jnp.diff(
         jnp.cumsum(w, 0), axis=0, prepend=0
-    ),
-    "associative_scan, differences": lambda w: jnp.diff(
-        lax.associative_scan(jnp.add, w), axis=0, prepend=0
     ),
 }
 MATRICES = {
     "two triangles": lambda w: jnp.tril(w) + jnp.triu(w, 1),
-    "quadrants": quadrants,
-    "in a block diagonal": in_a_block_diagonal,
-    "normalized and back": lambda w: w / norm(w) * norm(w),
     "rows normalized and back": lambda w: w / norm(w, axis=0) * norm(w, axis=0),
-    "times a diagonal of ones": lambda w: w @ jnp.diag(jnp.ones(w.shape[-1])),
     "times an identity": lambda w: w @ jnp.eye(w.shape[-1]),
-    "an identity times it": lambda w: by_row_axis(jnp.eye(len(w)), w),
     "rotated and back": lambda w: w @ rotation(w.shape[-1]) @ rotation(w.shape[-1]).T,
-    "rotated and back in front": lambda w: by_row_axis(
-        rotation(len(w)).T, by_row_axis(rotation(len(w)), w)
-    ),
 }
 register("parameter", ANY, of_each(0))
 register("parameter", VECTORS, of_each(1))
@@ -304,12 +209,6 @@ def of_all(function):
 def ravelled(leaves):
     vector, back = ravel_pytree(leaves)
     return back(vector)
-
-
-def split_by_hand(leaves):
-    vector = jnp.concatenate([w.ravel() for w in leaves])
-    parts = jnp.split(vector, np.cumsum([w.size for w in leaves])[:-1])
-    return [x.reshape(w.shape) for x, w in zip(parts, leaves, strict=True)]
 
 
 def averaged_vector(leaves):
@@ -349,12 +248,8 @@ register(
     "parameters",
     {
         "ravel_pytree": ravelled,
-        "one vector": split_by_hand,
         "an average of one vector": averaged_vector,
         "one vector from devices": vector_from_devices,
-        "scaled in one scan of two turns": lambda leaves: lax.scan(
-            lambda ws, _: ([w * 1.0 for w in ws], None), [*leaves], None, 2
-        )[0],
     },
     of_all,
 )
@@ -362,12 +257,10 @@ register(
     "parameters",
     {
         "stacked, indexed": lambda ws: [jnp.stack(ws)[i] for i in range(len(ws))],
-        "joined by columns": lambda ws: jnp.split(jnp.concatenate(ws, -1), len(ws), -1),
         "joined by rows": lambda ws: jnp.split(jnp.concatenate(ws), len(ws)),
         "scaled in one scan": lambda ws: [
             *lax.scan(lambda c, w: (c, w * 1.0), 0, jnp.stack(ws))[1]
         ],
-        "scaled by one vmap": lambda ws: [*jax.vmap(lambda w: w * 1.0)(jnp.stack(ws))],
     },
     of_equal_shapes,
 )
