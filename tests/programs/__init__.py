@@ -30,17 +30,12 @@ loss of a function of x and the parameters alone. An answer is
 
 from tests.programs import (  # noqa: F401
     attention,
-    circuits_and_fields,
     experts,
-    forecasts_and_detectors,
-    kinds,
+    language,
     later,
     layers,
-    losses,
-    memories_and_flows,
     models,
     products,
-    sequences,
 )
 from tests.programs.parts import PROGRAMS
 

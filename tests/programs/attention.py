@@ -1,4 +1,6 @@
-"""Attention in its many forms, and parameters that take the place of tokens in it."""
+"""Attention in its many forms, routing and recurrences of tokens."""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +9,17 @@ from jax import lax
 from tests.programs.parts import (
     ATTENTION,
     BATCH,
+    EXPERTS,
+    GAIN,
     HEAD,
     HEADS,
     HIDDEN,
     LENGTH,
     PER_HEAD,
+    SQUARE,
+    TOKENS,
     UP_DOWN,
+    VOCAB,
     WIDTH,
     Leaf,
     attend,
@@ -20,6 +27,7 @@ from tests.programs.parts import (
     between,
     cross_entropy,
     floats,
+    heads,
     integers,
     out_of_heads,
     per_head,
@@ -157,3 +165,150 @@ def attention_to_the_best_keys(x, p):
     least = lax.top_k(scores, 3)[0][..., -1:]
     scores = jax.nn.softmax(jnp.where(scores >= least, scores, -1e9))
     return x + out_of_heads(jnp.einsum("bhts,bshk->bthk", scores, v), p)
+
+
+STACKS = {
+    "up": Leaf("bio", EXPERTS, WIDTH, HIDDEN),
+    "down": Leaf("bio", EXPERTS, HIDDEN, WIDTH),
+}
+
+
+def rope_complex(x):
+    """Pairs of elements of (batch, time, heads, head), turned by their position."""
+    angle = jnp.arange(x.shape[1])[:, None] * 10.0 ** -jnp.arange(x.shape[-1] // 2)
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    z = lax.complex(pairs[..., 0], pairs[..., 1]) * jnp.exp(1j * angle)[None, :, None]
+    return jnp.stack([z.real, z.imag], -1).reshape(x.shape)
+
+
+@program(
+    TOKENS,
+    tok=Leaf("embedding", VOCAB, WIDTH),
+    layers={
+        "n1": Leaf("adamw", 3, WIDTH),
+        "n2": Leaf("adamw", 3, WIDTH),
+        "wq": Leaf("bio", 3, WIDTH, WIDTH),
+        "wk": Leaf("bio", 3, WIDTH, 2 * HEAD),
+        "wv": Leaf("bio", 3, WIDTH, 2 * HEAD),
+        "wo": Leaf("bio", 3, WIDTH, WIDTH),
+        "w1": Leaf("bio", 3, WIDTH, HIDDEN),
+        "w3": Leaf("bio", 3, WIDTH, HIDDEN),
+        "w2": Leaf("bio", 3, HIDDEN, WIDTH),
+    },
+    norm=GAIN,
+)
+def tied_rotary_by_complex_numbers(p, ids):
+    """Llama in a scan of checkpoints: rotary positions, grouped keys, a tied head."""
+
+    def layer(x, w):
+        h = rms(x) * w["n1"]
+        q, k, v = heads(h @ w["wq"]), heads(h @ w["wk"], 2), heads(h @ w["wv"], 2)
+        q, k = rope_complex(q), rope_complex(k)
+        k, v = (jnp.repeat(z, max(1, HEADS // 2), 2)[:, :, :HEADS] for z in (k, v))
+        x = x + attend(q, k, v, True).reshape(x.shape) @ w["wo"]
+        h = rms(x) * w["n2"]
+        return x + (jax.nn.silu(h @ w["w1"]) * (h @ w["w3"])) @ w["w2"], None
+
+    policy = jax.checkpoint_policies.nothing_saveable
+    x, _ = lax.scan(
+        jax.checkpoint(layer, policy=policy),
+        p["tok"][ids] * math.sqrt(WIDTH),
+        p["layers"],
+    )
+    return cross_entropy((rms(x) * p["norm"]) @ p["tok"].T, ids)
+
+
+@between(score=Leaf("router", WIDTH, EXPERTS), **STACKS)
+def expert_choice(x, p):
+    """Each expert takes its best tokens; results are added where they came from."""
+    flat = rms(x).reshape(-1, WIDTH)
+    n = len(flat)
+    probs = jax.nn.softmax(flat @ p["score"])
+    gates, tokens = lax.top_k(probs.T, min(4, n))
+    rows = flat[tokens]
+    h = jax.nn.gelu(jnp.einsum("ecd,edf->ecf", rows, p["up"]))
+    y = jnp.einsum("ecf,efd->ecd", h, p["down"]) * gates[..., None]
+    out = jnp.zeros_like(flat).at[tokens.reshape(-1)].add(y.reshape(-1, WIDTH))
+    return x + out.reshape(x.shape)
+
+
+@between(
+    score=Leaf("router", WIDTH, EXPERTS),
+    balance=Leaf("adamw", EXPERTS),
+    **STACKS,
+    shared={
+        "up": Leaf("io", WIDTH, HIDDEN),
+        "gate": Leaf("io", WIDTH, HIDDEN),
+        "down": Leaf("io", HIDDEN, WIDTH),
+    },
+)
+def capacity_by_sorted_tokens(x, p):
+    """DeepSeek: a bias chooses as well; slots for tokens, and an expert for all."""
+    flat = rms(x).reshape(-1, WIDTH)
+    n, k = len(flat), min(2, EXPERTS)
+    scores = jax.nn.sigmoid(flat @ p["score"])
+    _, chosen = lax.top_k(scores + lax.stop_gradient(p["balance"]), k)
+    weights = jnp.take_along_axis(scores, chosen, -1)
+    weights = weights / weights.sum(-1, keepdims=True)
+    expert = chosen.reshape(-1)
+    order = jnp.argsort(expert)
+    at = expert[order]
+    first = jnp.searchsorted(at, jnp.arange(EXPERTS))
+    slot = jnp.arange(n * k) - first[at]
+    buffer = jnp.zeros((EXPERTS, n, WIDTH))
+    buffer = buffer.at[at, slot].set(flat[order // k], mode="drop")
+    h = jax.nn.gelu(jnp.einsum("ecd,edf->ecf", buffer, p["up"]))
+    y = jnp.einsum("ecf,efd->ecd", h, p["down"])[at, slot]
+    y = jnp.zeros((n * k, WIDTH)).at[order].set(y).reshape(n, k, WIDTH)
+    s = p["shared"]
+    shared = (jax.nn.silu(flat @ s["gate"]) * (flat @ s["up"])) @ s["down"]
+    return x + ((y * weights[..., None]).sum(1) + shared).reshape(x.shape)
+
+
+@between(
+    q=Leaf("io", WIDTH, 2 * WIDTH),
+    k=Leaf("io", WIDTH, 2 * WIDTH),
+    v=SQUARE,
+    o=SQUARE,
+    **dict.fromkeys(("q1", "k1", "q2", "k2"), Leaf("adamw", HEAD)),
+    gain=Leaf("adamw", HEAD),
+)
+def differential_attention(x, p):
+    """The difference of two softmaxes, weighed by a scalar of four vectors."""
+    h = rms(x)
+    q, k = (heads(h @ p[name], 2 * HEADS) for name in "qk")
+    a = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / math.sqrt(HEAD))
+    a = a.reshape(a.shape[0], HEADS, 2, *a.shape[2:])
+    first, second = (jnp.exp(jnp.dot(p[f"q{i}"], p[f"k{i}"])) for i in (1, 2))
+    weight = first - second + 0.8
+    a = a[:, :, 0] - weight * a[:, :, 1]
+    y = jnp.einsum("bhts,bshd->bthd", a, heads(h @ p["v"]))
+    y = rms(y) * p["gain"] * 0.2
+    return x + y.reshape(x.shape) @ p["o"]
+
+
+@between(
+    **dict.fromkeys("qkv", Leaf("ioo or ibo", WIDTH, HEADS, HEAD)), o=PER_HEAD["o"]
+)
+def linear_attention(x, p):
+    """Positive features; sums of keys and values over the past are cumulative."""
+    q, k, v = (jnp.einsum("btd,dhk->bhtk", rms(x), p[n]) for n in "qkv")
+    q, k = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
+    kv = jnp.cumsum(jnp.einsum("bhtk,bhtv->bhtkv", k, v), 2)
+    total = jnp.einsum("bhtk,bhtk->bht", q, jnp.cumsum(k, 2)) + 1e-6
+    y = jnp.einsum("bhtk,bhtkv->bhtv", q, kv) / total[..., None]
+    return x + jnp.einsum("bhtv,hvd->btd", y, p["o"])
+
+
+@between(weight=Leaf("adamw", WIDTH, 1), att=ATTENTION, **UP_DOWN)
+def mixture_of_depths(x, p):
+    """The best half of the tokens goes through a block, and back to its place."""
+    score = (x @ p["weight"])[..., 0]
+    k = max(1, x.shape[1] // 2)
+    best, at = lax.top_k(score, k)
+    rows = jnp.take_along_axis(x, at[..., None], 1)
+    y = rows + jax.nn.gelu(rms(rows) @ p["up"]) @ p["down"]
+    q, kk, v = (heads(rms(y) @ p["att"][n]) for n in "qkv")
+    y = y + attend(q, kk, v).reshape(y.shape) @ p["att"]["o"]
+    y = y * jax.nn.sigmoid(best)[..., None]
+    return jax.vmap(lambda x, at, y: x.at[at].add(y))(x, at, y)

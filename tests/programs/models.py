@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 from jax import lax
 
 from tests.programs.parts import (
+    ATTENTION,
     BATCH,
     GAIN,
     HEAD,
@@ -16,12 +18,16 @@ from tests.programs.parts import (
     UP_DOWN,
     WIDTH,
     Leaf,
+    attend,
     conv,
     cross_entropy,
     floats,
+    heads,
     integers,
+    key,
     mlp,
     program,
+    rms,
     squared_error,
     up_down,
     widths,
@@ -144,35 +150,6 @@ def vq_vae(p, x):
 
 
 @program(
-    floats(BATCH, 5, 3),
-    floats(BATCH, 3),
-    floats(BATCH, 3),
-    trunk=[Leaf("io or adamw", 18, WIDTH), Leaf("io", WIDTH + 18, WIDTH)],
-    density=Leaf("adamw", WIDTH, 1),
-    features=SQUARE,
-    color=[Leaf("io", WIDTH + 9, 13), Leaf("head", 13, 3)],
-)
-def nerf(p, points, directions, colors):
-    """A radiance field: encodings, a skip, densities, compositing along each ray."""
-
-    def encode(x, n):
-        parts = [f(2.0**i * x) for i in range(n) for f in (jnp.sin, jnp.cos)]
-        return jnp.concatenate(parts, -1)
-
-    e = encode(points, 3)
-    h = jax.nn.relu(e @ p["trunk"][0])
-    h = jax.nn.relu(jnp.concatenate([h, e], -1) @ p["trunk"][1])
-    sigma = jax.nn.softplus(h @ p["density"])[..., 0]
-    d = jnp.concatenate([encode(directions, 1), directions], -1)
-    d = jnp.broadcast_to(d[:, None], (*points.shape[:2], 9))
-    z = jnp.concatenate([h @ p["features"], d], -1)
-    rgb = jax.nn.sigmoid(jax.nn.relu(z @ p["color"][0]) @ p["color"][1])
-    alpha = 1 - jnp.exp(-sigma * 0.1)
-    passed = jnp.cumprod(1 - alpha + 1e-10, -1) / (1 - alpha + 1e-10)
-    return squared_error(((alpha * passed)[..., None] * rgb).sum(1), colors)
-
-
-@program(
     floats(BATCH, 2),
     floats(BATCH),
     **widths(2, WIDTH, HIDDEN, 1, last="adamw"),
@@ -219,25 +196,6 @@ def coupling_flow(p, x):
     (z, logdet), _ = lax.scan(layer, (x, jnp.zeros(x.shape[0])), (p["nets"], masks))
     z = z * jnp.exp(p["scale"][0]) + p["scale"][1]
     return (0.5 * (z**2).sum(-1) - logdet).mean()
-
-
-@program(
-    floats(BATCH, 9, 7),
-    integers(BATCH),
-    caps=Leaf("bioo or bibo", 9, 7, 4, 5),
-    dec=Leaf("head", 20, 6),
-)
-def capsules(p, x, labels):
-    """Dynamic routing by agreement, three turns."""
-    u = jnp.einsum("bni,nimo->bnmo", x, p["caps"])
-    logits = jnp.zeros(u.shape[:3])
-    for _ in range(3):
-        c = jax.nn.softmax(logits, -1)
-        s = jnp.einsum("bnm,bnmo->bmo", c, u)
-        n = (s**2).sum(-1, keepdims=True)
-        v = s * jnp.sqrt(n) / (1 + n)
-        logits = logits + jnp.einsum("bnmo,bmo->bnm", u, v)
-    return cross_entropy(v.reshape(v.shape[0], -1) @ p["dec"], labels)
 
 
 @program(
@@ -329,3 +287,308 @@ def dlrm(p, ids, dense, clicks):
     z = jnp.concatenate([flat, dots[:, i, j]], -1)
     logit = mlp(p["top"], z, jax.nn.relu)[:, 0]
     return (jax.nn.softplus(logit) - logit * clicks).mean()
+
+
+class Joint(nn.Module):
+    """A block of MMDiT: two streams with kernels of their own, one attention."""
+
+    @nn.compact
+    def __call__(self, x, text, time):
+        def modulation(name, count):
+            y = nn.Dense(count * WIDTH, name=name)(nn.silu(time))[:, None]
+            return jnp.split(y, count, -1)
+
+        def normal(x, shift, scale):
+            x = nn.LayerNorm(use_bias=False, use_scale=False)(x)
+            return x * (1 + scale) + shift
+
+        def qkv(x, name):
+            y = nn.DenseGeneral((3, HEADS, HEAD), name=f"{name}_qkv")(x)
+            q, k, v = jnp.moveaxis(y, -3, 0)
+            norms = [nn.RMSNorm(name=f"{name}_{n}_norm") for n in "qk"]
+            return norms[0](q), norms[1](k), v
+
+        shift, scale, gate, shift2, scale2, gate2 = modulation("x_mod", 6)
+        parts = zip(
+            qkv(normal(text, *modulation("text_mod", 2)), "text"),
+            qkv(normal(x, shift, scale), "x"),
+            strict=True,
+        )
+        q, k, v = (jnp.concatenate(pair, 1) for pair in parts)
+        y = attend(q, k, v)[:, text.shape[1] :]
+        y = nn.DenseGeneral(WIDTH, axis=(-2, -1), name="x_out")(y)
+        x = x + gate * y
+        y = nn.Dense(HIDDEN, name="up")(normal(x, shift2, scale2))
+        return x + gate2 * nn.Dense(WIDTH, name="down")(nn.gelu(y))
+
+
+class Denoiser(nn.Module):
+    """Patches and words, moved by the time, to the velocity of each patch."""
+
+    @nn.compact
+    def __call__(self, x, text, t):
+        waves = t[:, None] * np.exp(-np.arange(5, dtype=np.float32))
+        waves = jnp.concatenate([jnp.cos(waves), jnp.sin(waves)], -1)
+        time = nn.Dense(WIDTH, name="time2")(nn.silu(nn.Dense(13, name="time1")(waves)))
+        x = nn.Dense(WIDTH, name="patch")(x)
+        text = nn.Dense(WIDTH, name="text")(text)
+        x = Joint()(x, text, time)
+        last = nn.Dense(2 * WIDTH, name="last_mod")(nn.silu(time))[:, None]
+        shift, scale = jnp.split(last, 2, -1)
+        x = nn.LayerNorm(use_bias=False, use_scale=False)(x) * (1 + scale) + shift
+        return nn.Dense(8, name="velocity")(x)
+
+
+def dense(answer, *shape, outputs=1):
+    """A kernel and a bias of `nn.Dense`, or of `nn.DenseGeneral`."""
+    bias = Leaf("adamw", *shape[-outputs:])
+    return {"kernel": Leaf(answer, *shape), "bias": bias}
+
+
+@program(
+    floats(BATCH, LENGTH, 8),
+    floats(BATCH, 7, 9),
+    floats(BATCH),
+    key(),
+    time1=dense("io or adamw", 10, 13),
+    time2=dense("io", 13, WIDTH),
+    patch=dense("io or adamw", 8, WIDTH),
+    text=dense("io or adamw", 9, WIDTH),
+    Joint_0={
+        "x_mod": dense("io", WIDTH, 6 * WIDTH),
+        "text_mod": dense("io", WIDTH, 2 * WIDTH),
+        "text_qkv": dense("iboo or iooo or ibbo", WIDTH, 3, HEADS, HEAD, outputs=3),
+        "x_qkv": dense("iboo or iooo or ibbo", WIDTH, 3, HEADS, HEAD, outputs=3),
+        "text_q_norm": {"scale": Leaf("adamw", HEAD)},
+        "text_k_norm": {"scale": Leaf("adamw", HEAD)},
+        "x_q_norm": {"scale": Leaf("adamw", HEAD)},
+        "x_k_norm": {"scale": Leaf("adamw", HEAD)},
+        "x_out": dense("iio", HEADS, HEAD, WIDTH),
+        "up": dense("io", WIDTH, HIDDEN),
+        "down": dense("io", HIDDEN, WIDTH),
+    },
+    last_mod=dense("io", WIDTH, 2 * WIDTH),
+    velocity=dense("head", WIDTH, 8),
+)
+def joint_streams(p, x, text, t, key):
+    """Stable Diffusion 3 in Flax: a rectified flow under a text."""
+    noise = jax.random.normal(key, x.shape)
+    mixed = (1 - t[:, None, None]) * x + t[:, None, None] * noise
+    return squared_error(Denoiser().apply({"params": p}, mixed, text, t), noise - x)
+
+
+@program(
+    floats(BATCH, 9),
+    integers(BATCH),
+    integers(),
+    {"up": floats(WIDTH, HIDDEN), "stem": floats(9, WIDTH)},
+    {"up": floats(WIDTH, HIDDEN), "stem": floats(9, WIDTH)},
+    tasks=[Leaf("embedding", 4, WIDTH), Leaf("embedding", 4, HIDDEN)],
+    stem=Leaf("io or adamw", 9, WIDTH),
+    up=Leaf("io", WIDTH, HIDDEN),
+    heads=Leaf("bio or embedding or head", 4, HIDDEN, 10),
+    bias=Leaf("adamw", 4, 10),
+)
+def one_task_after_another(p, x, labels, task, old, fisher):
+    """Masks of units by the task (HAT), and weights held near old ones (EWC)."""
+    masks = [jax.nn.sigmoid(5 * e[task]) for e in p["tasks"]]
+    h = jax.nn.relu(x @ p["stem"]) * masks[0]
+    h = jax.nn.relu(h @ p["up"]) * masks[1]
+    loss = cross_entropy(h @ p["heads"][task] + p["bias"][task], labels)
+    held = {n: p[n] for n in old}
+    terms = jax.tree.map(lambda f, a, b: (f * (a - b) ** 2).sum(), fisher, held, old)
+    return loss + sum(jax.tree.leaves(terms)) + sum(m.mean() for m in masks)
+
+
+@program(
+    floats(BATCH, 8, 8, 3),
+    mix=[Leaf("io", 12, 12)] * 2,
+    gain=[{"s": Leaf("adamw", 12), "b": Leaf("adamw", 12)}] * 2,
+    nets=[
+        {
+            "a": Leaf("iiio", 3, 3, 6, HIDDEN),
+            "b": Leaf("io", HIDDEN, HIDDEN),
+            "c": Leaf("iiio or head", 3, 3, HIDDEN, 12),
+        }
+    ]
+    * 2,
+)
+def glow(p, x):
+    """Invertible matrices between affine couplings; log determinants."""
+    b = x.shape[0]
+    z = x.reshape(b, 4, 2, 4, 2, 3).transpose(0, 1, 3, 2, 4, 5).reshape(b, 4, 4, 12)
+    total = 0.0
+    for w, g, n in zip(p["mix"], p["gain"], p["nets"], strict=True):
+        z = (z + g["b"]) * jnp.exp(g["s"])
+        z = z @ w
+        total += 16 * (g["s"].sum() + jnp.linalg.slogdet(w)[1])
+        u, v = jnp.split(z, 2, -1)
+        h = jax.nn.relu(jax.nn.relu(conv(u, n["a"])) @ n["b"])
+        s, t = jnp.split(conv(h, n["c"]), 2, -1)
+        s = jax.nn.log_sigmoid(s + 2)
+        z = jnp.concatenate([u, v * jnp.exp(s) + t], -1)
+        total += s.sum((1, 2, 3))
+    return (0.5 * (z * z).sum((1, 2, 3)) - total).mean()
+
+
+@program(
+    floats(BATCH, 7),
+    floats(BATCH, 7),
+    x=[
+        Leaf("io or adamw", 7, HIDDEN),
+        Leaf("io or adamw", 7, WIDTH),
+        Leaf("adamw", 7, 1),
+    ],
+    z=[Leaf("io", HIDDEN, WIDTH), Leaf("adamw", WIDTH, 1)],
+)
+def convex_potentials(p, source, target):
+    """Input-convex layers with positive matrices; transport along the gradient."""
+
+    def potential(x):
+        h = jax.nn.softplus(x @ p["x"][0])
+        h = jax.nn.softplus(h @ jax.nn.softplus(p["z"][0]) + x @ p["x"][1])
+        return (h @ jax.nn.softplus(p["z"][1]) + x @ p["x"][2])[..., 0]
+
+    moved = jax.grad(lambda x: potential(x).sum())(source)
+    cost = 0.5 * ((moved - source) ** 2).sum(-1)
+    return (potential(target) - potential(moved) + cost).mean()
+
+
+@program(
+    floats(BATCH, 7),
+    floats(BATCH),
+    base1=Leaf("io or adamw", 7, WIDTH),
+    spline1=Leaf("ioi", 7, WIDTH, 5),
+    base2=Leaf("io", WIDTH, 3),
+    spline2=Leaf("ioi", WIDTH, 3, 5),
+    out=Leaf("adamw", 3),
+)
+def kan(p, x, y):
+    """Kolmogorov-Arnold layers: a spline for each pair of an input and an output."""
+    knots = np.linspace(-1, 1, 5, dtype=np.float32)
+
+    def layer(x, base, spline):
+        basis = jnp.exp(-((x[..., None] - knots) ** 2) * 8)
+        return jax.nn.silu(x) @ base + jnp.einsum("bik,iok->bo", basis, spline)
+
+    x = jnp.tanh(layer(x, p["base1"], p["spline1"]))
+    return squared_error(layer(x, p["base2"], p["spline2"]) @ p["out"], y)
+
+
+@program(
+    floats(BATCH, 20, 3),
+    floats(BATCH, 8, 3),
+    trend=Leaf("head", 20, 8),
+    season=Leaf("head", 20, 8),
+    up=Leaf("io or adamw", 20, HIDDEN),
+    theta=Leaf("io", HIDDEN, 6),
+    norm=Leaf("adamw", 3),
+)
+def forecast_by_trends_and_waves(p, x, y):
+    """DLinear along the time, and a block of N-BEATS with a basis of constants."""
+    x = x * p["norm"]
+    padded = jnp.pad(x, ((0, 0), (2, 2), (0, 0)), mode="edge")
+    slow = lax.reduce_window(padded, 0.0, lax.add, (1, 5, 1), (1, 1, 1), "VALID") / 5
+    ahead = jnp.einsum("btc,th->bhc", slow, p["trend"])
+    ahead += jnp.einsum("btc,th->bhc", x - slow, p["season"])
+    time = np.arange(8, dtype=np.float32) / 8
+    waves = [f(2 * np.pi * k * time) for k in (1, 2, 3) for f in (np.sin, np.cos)]
+    h = jax.nn.relu(x.swapaxes(1, 2) @ p["up"])
+    return squared_error(ahead + (h @ p["theta"] @ np.stack(waves)).swapaxes(1, 2), y)
+
+
+@program(
+    floats(BATCH, 6, 3),
+    floats(BATCH, 9, 2),
+    floats(BATCH, 9),
+    pairs=widths(3, WIDTH, WIDTH, last="io"),
+    q=Leaf("io, query", 2, WIDTH),
+    k=Leaf("io, key", 2, WIDTH),
+    decoder=widths(WIDTH + 2, HIDDEN, 2, first="io"),
+)
+def attentive_neural_process(p, context, x, y):
+    """Pairs (x, y) of a context, attended to by the places that are asked for."""
+    r = jax.nn.relu(mlp(p["pairs"], context, jax.nn.relu))
+    scores = jnp.einsum("bqd,bkd->bqk", x @ p["q"], context[..., :2] @ p["k"])
+    r = jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), r)
+    out = mlp(p["decoder"], jnp.concatenate([r, x], -1), jax.nn.relu)
+    mean, width = out[..., 0], 0.1 + jax.nn.softplus(out[..., 1])
+    return jnp.mean(jnp.log(width) + ((y - mean) / width) ** 2)
+
+
+@program(
+    floats(BATCH, LENGTH, 9),
+    integers(BATCH, LENGTH, LENGTH),
+    integers(BATCH, LENGTH),
+    floats(BATCH),
+    atoms=Leaf("io or adamw", 9, WIDTH),
+    degree=Leaf("embedding", 7, WIDTH),
+    spatial=Leaf("embedding", 11, HEADS),
+    att=ATTENTION,
+    **UP_DOWN,
+    out=Leaf("adamw", WIDTH),
+)
+def graphormer(p, atoms, distance, degree, y):
+    """Attention with a bias for each distance in the graph, from a table."""
+    x = atoms @ p["atoms"] + p["degree"][degree]
+    q, k, v = (heads(rms(x) @ p["att"][n]) for n in "qkv")
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + jnp.moveaxis(
+        p["spatial"][distance], -1, 1
+    )
+    y_ = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+    x = x + y_.reshape(x.shape) @ p["att"]["o"]
+    x = x + up_down(rms(x), p)
+    return squared_error(x.mean(1) @ p["out"], y)
+
+
+@program(
+    floats(BATCH, 8, 8, 3),
+    floats(BATCH),
+    first=Leaf("iiio or adamw", 3, 3, 3, WIDTH),
+    noise=Leaf("io", 10, WIDTH),
+    convs=[Leaf("iiio", 3, 3, WIDTH, WIDTH)] * 2,
+    gain=Leaf("adamw"),
+    out=Leaf("head", 3, 3, WIDTH, 3),
+)
+def kernels_of_unit_norm(p, images, sigma):
+    """EDM 2: every kernel is divided by the norm of each output."""
+
+    def unit(w):
+        axes = tuple(range(w.ndim - 1))
+        scale = jnp.sqrt(w.size / w.shape[-1])
+        return w / (1e-4 + jnp.sqrt((w * w).sum(axes, keepdims=True))) / scale
+
+    steps = 2.0 ** np.arange(5, dtype=np.float32)
+    waves = jnp.log(sigma)[:, None] * steps
+    c = jnp.concatenate([jnp.sin(waves), jnp.cos(waves)], -1) @ unit(p["noise"])
+    x = conv(images + sigma[:, None, None, None] * 0.1, unit(p["first"]))
+    for w in p["convs"]:
+        y = conv(jax.nn.silu(x), unit(w)) * (1 + c[:, None, None] * p["gain"])
+        x = (x + conv(jax.nn.silu(y), unit(w))) / np.float32(np.sqrt(2))
+    return squared_error(conv(x, unit(p["out"])), images)
+
+
+@program(
+    floats(BATCH, 12),
+    floats(BATCH, 12),
+    {"w1": floats(12, HIDDEN), "w2": floats(HIDDEN, WIDTH), "last": floats(WIDTH, 9)},
+    floats(9),
+    net=widths(12, HIDDEN, WIDTH, last="io"),
+    last=Leaf("head", WIDTH, 9),
+    length=Leaf("adamw", 9),
+)
+def student_and_teacher(p, one, two, teacher, center):
+    """DINO: prototypes of unit length; a teacher without a gradient."""
+
+    def logits(net, last, length, x):
+        z = mlp(net, x, jax.nn.gelu)
+        z = z / jnp.linalg.norm(z, axis=-1, keepdims=True)
+        return z @ (length * last / jnp.linalg.norm(last, axis=0))
+
+    old = {n: teacher[n] for n in ("w1", "w2")}
+    loss = 0.0
+    for a, b in ((one, two), (two, one)):
+        aim = jax.nn.softmax((logits(old, teacher["last"], 1.0, a) - center) / 0.04)
+        own = jax.nn.log_softmax(logits(p["net"], p["last"], p["length"], b) / 0.1)
+        loss -= jnp.mean(jnp.sum(lax.stop_gradient(aim) * own, -1))
+    return loss
