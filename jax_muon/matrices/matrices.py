@@ -229,7 +229,7 @@ class Matrices(Mapping[str, Parameter]):
             names = ", ".join(self.parameters)
             vector = "" if path else ", not a flat vector: unflatten it first"
             raise Unread(
-                f"parameter {path!r} was not read, only {names}; expected the tree "
+                f"parameter {path!r} was not read, only {names}; use the tree "
                 f"that `matrices` was read from{vector}"
             )
         return self.parameters[path]
