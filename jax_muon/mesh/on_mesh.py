@@ -173,11 +173,7 @@ class MeshOptimizer:
 
     def _init(self, params: optax.Params) -> optax.OptState:
         placed, state = self.place(params)
-
-        def init(params: optax.Params) -> optax.OptState:
-            return self.tx.init(_constrained(params, placed.state_specs))
-
-        return _on_auto_axes(init, placed, (on_devices(params),), state.specs)
+        return _on_auto_axes(self.tx.init, placed, (on_devices(params),), state.specs)
 
     def update(
         self,
@@ -320,7 +316,7 @@ def _constrained(tree: PyTree, specs: Sequence[PartitionSpec]) -> PyTree:
     layout = array_types.mesh_context().layout
     assert layout is not None
     shardings = [NamedSharding(layout.mesh, spec) for spec in specs]
-    return treedef.unflatten(map(jax.lax.with_sharding_constraint, leaves, shardings))
+    return treedef.unflatten(jax.lax.with_sharding_constraint(leaves, shardings))
 
 
 def _on_auto_axes(
