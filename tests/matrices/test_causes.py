@@ -187,23 +187,6 @@ forms(
 )
 
 
-def in_while_loop(loss):
-    def new(p, *args):
-        def body(carry):
-            return carry[0] + 1, carry[1] + loss(p, *args)
-
-        return lax.while_loop(lambda carry: carry[0] < 1, body, (0, 0.0))[1]
-
-    return new
-
-
-def with_metric(p, x):
-    """A loss, and an argmax of hidden units that nothing needs."""
-    hidden = jnp.tanh(x @ p["w"])
-    usage = jax.nn.one_hot(jnp.argmax(hidden, -1), 8).T @ x
-    return (jnp.sum(hidden @ p["out"]), usage)[0]
-
-
 def before_frozen(p, x):
     """A last product whose result a frozen matrix takes, which the loss closes over."""
     return jnp.sum(jnp.tanh(x @ p["w"]) @ p["out"] @ np.ones((3, 7), np.float32))
@@ -220,7 +203,6 @@ def straight_through(p, x):
     return jnp.sum(jnp.tanh((hard + z - lax.stop_gradient(z)) @ p["out"]) @ p["end"])
 
 
-forms(NET, [X], with_metric, {"a metric in a loop": (in_while_loop,)})
 forms(NET, [X], before_frozen, {"a frozen matrix in a jit": (jax.jit,)})
 forms(NET, [X], largest_apart, {"a gradient of a maximum": (with_gradient,)})
 forms(
@@ -229,25 +211,6 @@ forms(
     straight_through,
     {"a gradient of a choice": (with_gradient,)},
 )
-
-
-@form(
-    "rows by a running index",
-    NET,
-    [X],
-    turn=lambda i, x, w: jnp.roll(x, i, 1) @ w[(jnp.arange(6) - i) % 6],
-)
-def in_turns(p, x, turn=lambda i, x, w: x @ w):
-    start = jnp.zeros((5, 8))
-    y = lax.fori_loop(0, 3, lambda i, y: y + turn(i, x, p["w"]), start)
-    return jnp.sum(y @ p["out"])
-
-
-@form("a mask by einsum", NET, [X], by=partial(jnp.einsum, "io,io->io"))
-def masked(p, x, by=jnp.multiply):
-    """A mask (6, 8) that data makes."""
-    mask = jnp.broadcast_to((x[0] > 0)[:, None], (6, 8)).astype(x.dtype)
-    return net(p, x, w=lambda w: by(w, mask))
 
 
 @form("beside frozen columns", NET, [X, floats(6, 4)], beside=True)
@@ -263,22 +226,6 @@ def forces(p, x, last=lambda y, o: y @ o[:, None]):
         lambda x: last(jnp.tanh(jnp.tanh(x @ p["w"]) @ p["v"]), p["out"]).sum()
     )
     return jnp.sum(slopes(x) ** 2)
-
-
-@form(
-    "padded outputs of a spectral norm",
-    NET,
-    [X],
-    product=lambda x, w: (x @ jnp.pad(w, [(0, 0), (0, 3)]))[:, : w.shape[1]],
-)
-def normed(p, x, product=jnp.matmul):
-    """A spectral norm, whose vectors come from the matrix and a constant alone."""
-    w = p["w"]
-    v = lax.stop_gradient(jnp.ones((1, 8)) @ w.T)
-    v = v / jnp.linalg.norm(v)
-    u = lax.stop_gradient(v @ w)
-    norm = product(v @ w, (u / jnp.linalg.norm(u)).T)[0, 0]
-    return net(p, x, w=lambda w: w / norm)
 
 
 @form("queries by columns choose rows", NET, [X], "w", product=columns)
@@ -327,21 +274,6 @@ def into_a_buffer(table, ids):
     return lax.fori_loop(0, len(ids), row, jnp.zeros((len(ids), table.shape[1])))
 
 
-def set_one_by_one(_):
-    """Each parameter set in one vector, and cut out of it."""
-
-    def new(p, ids):
-        buffer, at, cut = jnp.zeros(126), 0, {}
-        for w in p.values():
-            buffer, at = buffer.at[at : at + w.size].set(w.reshape(-1)), at + w.size
-        for name, w in reversed(p.items()):
-            at -= w.size
-            cut[name] = buffer[at : at + w.size].reshape(w.shape)
-        return model(cut, ids)
-
-    return new
-
-
 def in_a_vector(change):
     """All parameters as `change` of one vector, which refuses all of them."""
 
@@ -372,7 +304,6 @@ forms(
             by_rows(lambda w, ids: with_noise(1) * jax.nn.one_hot(ids, 9) @ w),
             "emb",
         ),
-        "each set in a flat buffer": (set_one_by_one, "emb out w"),
         "a flat vector": in_a_vector(lambda v: 0.5 * v + 0.5 * v),
         "a vector in a buffer": in_a_vector(lambda v: jnp.zeros(130).at[4:].set(v)[4:]),
         "a vector permuted": in_a_vector(lambda v: v[ORDER][ORDER]),
@@ -410,27 +341,6 @@ def centered(x):
 
 
 @form(
-    "moments of rows",
-    MODEL,
-    [IDS],
-    product=lambda x, w: x @ w - x.mean(-1, keepdims=True) * w.sum(0),
-)
-def moments(p, ids, product=lambda x, w: centered(x) @ w):
-    return net(p, p["emb"][ids], product)
-
-
-@form(
-    "heads of rows",
-    {"emb": floats(9, 6), "w": floats(3, 8), "out": floats(16, 3)},
-    [IDS],
-    shape=(10, 3),
-)
-def of_heads(p, ids, shape=(5, 2, 3)):
-    h = jnp.tanh(p["emb"][ids].reshape(shape) @ p["w"])
-    return jnp.sum(h.reshape(5, 16) @ p["out"])
-
-
-@form(
     "rows of a product of two",
     {"e": floats(9, 4), "b": floats(4, 6), **NET},
     [IDS],
@@ -454,29 +364,6 @@ def over_norms(p, ids, product=jnp.matmul):
     return jnp.sum(product(z, p["out"]) ** 2)
 
 
-@form(
-    "a histogram of rows",
-    {"emb": floats(9, 6), **OUT},
-    [IDS],
-    counts=lambda m: jnp.sum(m, 0),
-)
-def by_counts(p, ids, counts=lambda m: jnp.histogram(m, 5)[0]):
-    rows = p["emb"][ids]
-    return jnp.sum(rows * counts(rows).max() @ p["out"])
-
-
-@form(
-    "rows of a table of each layer",
-    {"emb": floats(9, 4, 6), "w": floats(4, 6, 8), "out": floats(8, 3)},
-    [IDS],
-    rows=lambda e, w, ids: (e @ w)[ids],
-)
-def tables_of_layers(p, ids, rows=lambda e, w, ids: e[ids] @ w):
-    """Each layer looks words up in a table of few numbers, which a matrix widens."""
-    layers = zip(p["emb"].swapaxes(0, 1), p["w"], strict=True)
-    return jnp.sum(sum(jnp.tanh(rows(e, w, ids)) for e, w in layers) @ p["out"])
-
-
 # --- several matrices in one array ----------------------------------------------------
 
 EXPERTS = {"gate": floats(6, 4), "w": floats(4, 6, 8), "out": floats(8, 3)}
@@ -491,33 +378,8 @@ def mean_of_members(loss):
     return lambda p, *args: jax.vmap(lambda p: loss(p, *args))(p).mean()
 
 
-def in_a_loop(loss):
-    """The sum over members, which a loop takes by their number."""
-
-    def new(p, *args):
-        def body(i, y):
-            return y + loss(jax.tree.map(lambda w: w[i], p), *args)
-
-        return lax.fori_loop(0, 4, body, 0.0)
-
-    return new
-
-
 def one_at_a_time(function, *x):
     return lax.map(lambda x: function(*x), x)
-
-
-def gated(p, x):
-    hidden = jnp.tanh(x @ p["w"])
-    return jnp.sum((jax.nn.sigmoid(hidden @ p["gate"])[:, None] * hidden) @ p["out"])
-
-
-forms(
-    members({**NET, "gate": floats(8)}),
-    [X],
-    mean_of_members(gated),
-    {"members by their numbers": (lambda _: in_a_loop(gated), "gate")},
-)
 
 
 @form("members in turns", members(TWO), [X], "w", over=one_at_a_time)
@@ -583,25 +445,6 @@ def frozen_layers(p, x, frozen, scan=False):
     return net(p, jnp.tanh(x @ frozen))
 
 
-@form(
-    "layers by rows of an identity",
-    {"gain": floats(3, 6), "w": floats(3, 6, 6), **OUT},
-    [X],
-    "w",
-    rows=np.eye(3, dtype="f"),
-)
-def layers_by_one_hots(p, x, rows=None):
-    """Layers in a scan, or chosen by rows of an identity."""
-
-    def layer(x, row):
-        gain, w = row if rows is None else [jnp.tensordot(row, y, 1) for y in layers]
-        return jnp.tanh((x * gain) @ w), None
-
-    layers = p["gain"], p["w"]
-    x, _ = lax.scan(layer, x, layers if rows is None else rows)
-    return jnp.sum(x @ p["out"])
-
-
 @form("copies of a matrix", STACK, [X], "w", copy=lambda w: jnp.repeat(w[None], 3, 0))
 def copied(p, x, copy=lambda w: jnp.stack([w] * 3)):
     """The first of three matrices, three times."""
@@ -653,10 +496,6 @@ forms(
     above(lambda gates: lax.top_k(gates, 3)[0][:, 2:])(experts),
     {
         "gates above a threshold": (above(lambda g: jnp.sort(g, -1)[:, 1:2]), "gate w"),
-        "gates above a quantile": (
-            above(lambda gates: jnp.quantile(gates, 0.5, -1, keepdims=True)),
-            "gate w",
-        ),
         "gates of a top-k in the product": (gates_first, "w"),
     },
 )
@@ -754,19 +593,6 @@ def attention(p, x, project=project, head_by_head=False):
 
 
 @form(
-    "heads first, one by one",
-    {**dict.fromkeys("qkv", floats(2, 6, 4)), "out": floats(8, 3)},
-    [X],
-    over=one_at_a_time,
-)
-def heads_first(p, x, over=lambda f, *x: jax.vmap(f)(*x)):
-    """Heads (heads, in, head), each of which attends by itself."""
-    q, k, v = (jnp.einsum("ti,hid->htd", x, p[name]) for name in "qkv")
-    y = over(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v, q, k, v)
-    return jnp.sum(jnp.tanh(y.swapaxes(0, 1).reshape(5, -1)) @ p["out"])
-
-
-@form(
     "a mask after a softmax",
     NET | {x: floats(12, 3, 5) for x in "qkv"} | {"o": floats(3, 5, 8)},
     [floats(2, 6, 12), floats(2, 6)],
@@ -824,31 +650,6 @@ def without_context(p, x, nothing=jnp.zeros_like):
         return weights @ (context @ p["v"]) @ p["w"] @ p["out"]
 
     return jnp.sum(of(x) ** 2) + jnp.sum(of(nothing(x)) ** 2)
-
-
-@form("a state that starts with zeros", GATED, [SEQUENCES], start=lambda x: 0 * x)
-def decoder(p, x, start=jnp.zeros_like):
-    """Three steps of a state that attends to x, and is updated in two products."""
-
-    def turn(c, _):
-        weights = jax.nn.softmax(jnp.einsum("bd,bsd->bs", c @ p["q"], x @ p["k"]))
-        read = jnp.einsum("bs,bsd->bd", weights, x @ p["v"])
-        return jnp.tanh(read @ p["gate"] + c @ p["w"]), c @ p["out"]
-
-    return jnp.sum(lax.scan(turn, start(x[:, 0]), length=3)[1] ** 2)
-
-
-@form(
-    "biases beside zeros",
-    {"q": floats(6, 4), "k": floats(6, 4), "bias": floats(6, 1), **OUT},
-    [X],
-    table=lambda w: jnp.zeros((7, 1)).at[:6].set(w),
-)
-def with_relative(p, x, table=lambda w: jnp.pad(w, ((0, 1), (0, 0)))[:7]):
-    """Scores with a bias for each distance, of which one row is zeros."""
-    scores = (x @ p["q"]) @ (x @ p["k"]).T
-    bias = table(p["bias"])[np.arange(25).reshape(5, 5) % 7, 0]
-    return jnp.sum(jax.nn.softmax(scores + bias) @ x @ p["out"])
 
 
 @answer(
@@ -941,18 +742,6 @@ def in_a_window(p, x, flat=True):
 
 
 @form(
-    "windows of a matrix by constants",
-    NET,
-    [floats(5, 12)],
-    change=lambda b, x, w: jnp.einsum("thk,hko->tho", x, b @ w),
-)
-def in_every_window(p, x, change=lambda b, x, w: jnp.einsum("thk,hki->thi", x, b) @ w):
-    """Three windows (4,) of samples (6,), each times a matrix (6, 8) by constants."""
-    y = change(np.ones((3, 4, 6), np.float32), x.reshape(-1, 3, 4), p["w"])
-    return jnp.sum(jnp.tanh(y) @ p["out"])
-
-
-@form(
     "one row of what a constant moves",
     {**NET, "square": floats(6, 6)},
     [X],
@@ -1012,12 +801,6 @@ def of_fixed_graph(p, y, features=lambda y: FEATURES):
     z = (features(y) @ p["w"])[EDGES[0]]
     z = jax.nn.relu(jax.ops.segment_sum(z, EDGES[1], 7))
     return jnp.sum((z @ p["out"] - y) ** 2)
-
-
-@form("features of items", NET, [IDS], "w", features=beside_zeros)
-def of_items(p, ids, features=lambda ids: FEATURES):
-    """Rows of the features of all items, which the loss closes over."""
-    return jnp.sum(jnp.tanh(features(ids) @ p["w"])[ids] @ p["out"])
 
 
 forms(MODEL, [], lambda p: model(p, np.arange(5)), {"data in a jit": (jax.jit,)})
@@ -1183,19 +966,6 @@ def critics(p, x, both=lambda p, x: [mlp(p["a"], x), mlp(p["b"], x)]):
     """Two networks; what follows takes the result of the first."""
     a, b = both(p, x)
     return jnp.sum(jnp.tanh(a) @ p["out"]) + jnp.sum(b**2)
-
-
-@form(
-    "eigenvalues one by one",
-    {"a": floats(6, 4), "w": floats(4, 8)},
-    [floats(3, 5, 6)],
-    over=lax.map,
-)
-def spectra(p, x, over=lambda function, x: jax.vmap(function)(x)):
-    """Eigenvalues of each sample's covariance, by another matrix."""
-    z = x @ p["a"]
-    values = jnp.linalg.eigvalsh(jnp.einsum("bti,btj->bij", z, z))
-    return jnp.sum(over(lambda e: (e @ p["w"]) ** 2, values))
 
 
 @answer("a list", THREE, [X], **{"2": "head"})
