@@ -18,7 +18,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 import jax_muon as jm
-from tests.programs.parts import floats, integers
+from tests.programs.parts import conv, floats, integers
 
 pytestmark = pytest.mark.usefixtures("as_users_write")
 
@@ -261,10 +261,7 @@ def by_masks(table, ids):
 
 
 def by_a_window(table, ids):
-    numbers, hot = ("NWC", "WIO", "NWC"), jax.nn.one_hot(ids, 9)
-    return lax.conv_general_dilated(
-        hot[None], table[None], (1,), "VALID", dimension_numbers=numbers
-    )[0]
+    return conv(jax.nn.one_hot(ids, 9)[None], table[None])[0]
 
 
 def into_a_buffer(table, ids):
@@ -415,14 +412,7 @@ def in_python(function):
 )
 def cnn_members(p, x, members=jax.vmap):
     """Two nets, which see the same images by a product and a convolution."""
-    numbers = ("NWC", "WIO", "NWC")
-    convolved = partial(
-        lax.conv_general_dilated,
-        window_strides=(1,),
-        padding="VALID",
-        dimension_numbers=numbers,
-    )
-    y = members(lambda k, m: convolved(jnp.tanh(x @ k), m))(p["k"], p["m"])
+    y = members(lambda k, m: conv(jnp.tanh(x @ k), m))(p["k"], p["m"])
     return jnp.mean(y**2)
 
 

@@ -34,34 +34,6 @@ from tests.programs.parts import (
 )
 
 
-@between(
-    layers=[
-        {
-            "mix": Leaf("io", WIDTH, 4),
-            "mix_gain": Leaf("adamw"),
-            "mix_bias": Leaf("adamw", 3, 4),
-            "back": Leaf("adamw", WIDTH),
-            "back_gain": Leaf("adamw"),
-            "back_bias": Leaf("adamw", 3),
-            **block,
-        }
-        for block in (ATTENTION, UP_DOWN)
-    ],
-    norm=GAIN,
-)
-def hyper_connections(x, p):
-    """Three residual streams, mixed by each layer as the token asks."""
-    h = jnp.stack([x] * 3, -2)
-    for w, run in zip(p["layers"], (attention, up_down), strict=True):
-        z = rms(h)
-        mix = jnp.tanh(z @ w["mix"]) * w["mix_gain"] + w["mix_bias"]
-        back = jnp.tanh(z @ w["back"]) * w["back_gain"] + w["back_bias"]
-        mixed = jnp.einsum("btnm,btnd->btmd", mix, h)
-        y = run(rms(mixed[..., 0, :]), w)
-        h = mixed[..., 1:, :] + back[..., None] * y[..., None, :]
-    return rms(h.sum(-2)) * p["norm"]
-
-
 @jax.custom_vjp
 def jump(x, threshold):
     """What exceeds the threshold."""
@@ -123,34 +95,6 @@ def conformer(p, sound, labels):
     logits = x @ p["head"]
     pads = jnp.zeros(logits.shape[:2]), jnp.zeros(labels.shape)
     return optax.ctc_loss(logits, pads[0], labels, pads[1]).mean()
-
-
-@program(
-    TOKENS,
-    emb=Leaf("embedding", VOCAB, WIDTH),
-    att=ATTENTION,
-    head=Leaf("head", WIDTH, 34),
-    tails=[
-        [Leaf("io", WIDTH, 10), Leaf("head", 10, 30)],
-        [Leaf("io", WIDTH, 7), Leaf("head", 7, 34)],
-    ],
-)
-def adaptive_softmax(p, ids):
-    """Frequent words, and two clusters of rarer ones behind narrow matrices."""
-    x = p["emb"][ids]
-    x = rms(x + attention(x, p["att"]))
-    top = jax.nn.log_softmax(x @ p["head"])
-    bounds = 32, 62, 96
-    short = jnp.clip(ids, 0, 31)
-    logs = jnp.where(
-        ids < 32, jnp.take_along_axis(top, short[..., None], -1)[..., 0], 0
-    )
-    for i, (w, v) in enumerate(p["tails"]):
-        tail = jax.nn.log_softmax(x @ w @ v)
-        at = jnp.clip(ids - bounds[i], 0, tail.shape[-1] - 1)
-        own = jnp.take_along_axis(tail, at[..., None], -1)[..., 0] + top[..., 32 + i]
-        logs = jnp.where((ids >= bounds[i]) & (ids < bounds[i + 1]), own, logs)
-    return -logs.mean()
 
 
 @between(
@@ -238,25 +182,6 @@ def several_tokens_ahead(p, ids):
         x = x + up_down(rms(x), w)
         loss += cross_entropy(rms(x) @ p["head"], jnp.roll(ids, -1 - step, 1))
     return loss
-
-
-@between(
-    att=ATTENTION, **UP_DOWN, halt=Leaf("adamw", WIDTH), time=Leaf("adamw", 4, WIDTH)
-)
-def halting_in_depth(x, p):
-    """One layer again and again; each position says when it is done."""
-
-    def turn(carry, time):
-        x, left, total = carry
-        h = x + time
-        h = h + attention(h, p["att"])
-        h = h + up_down(rms(h), p)
-        stop = jax.nn.sigmoid(h @ p["halt"])
-        return (h, left * (1 - stop), total + (left * stop)[..., None] * h), None
-
-    start = x, jnp.ones(x.shape[:2]), jnp.zeros_like(x)
-    (x, left, total), _ = lax.scan(turn, start, p["time"])
-    return total + left[..., None] * x
 
 
 @program(

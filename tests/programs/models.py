@@ -3,11 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from jax import lax
 
 from tests.programs.parts import (
-    ATTENTION,
     BATCH,
     GAIN,
     HEAD,
@@ -18,16 +16,12 @@ from tests.programs.parts import (
     UP_DOWN,
     WIDTH,
     Leaf,
-    attend,
     conv,
     cross_entropy,
     floats,
-    heads,
     integers,
-    key,
     mlp,
     program,
-    rms,
     squared_error,
     up_down,
     widths,
@@ -289,92 +283,10 @@ def dlrm(p, ids, dense, clicks):
     return (jax.nn.softplus(logit) - logit * clicks).mean()
 
 
-class Joint(nn.Module):
-    """A block of MMDiT: two streams with kernels of their own, one attention."""
-
-    @nn.compact
-    def __call__(self, x, text, time):
-        def modulation(name, count):
-            y = nn.Dense(count * WIDTH, name=name)(nn.silu(time))[:, None]
-            return jnp.split(y, count, -1)
-
-        def normal(x, shift, scale):
-            x = nn.LayerNorm(use_bias=False, use_scale=False)(x)
-            return x * (1 + scale) + shift
-
-        def qkv(x, name):
-            y = nn.DenseGeneral((3, HEADS, HEAD), name=f"{name}_qkv")(x)
-            q, k, v = jnp.moveaxis(y, -3, 0)
-            norms = [nn.RMSNorm(name=f"{name}_{n}_norm") for n in "qk"]
-            return norms[0](q), norms[1](k), v
-
-        shift, scale, gate, shift2, scale2, gate2 = modulation("x_mod", 6)
-        parts = zip(
-            qkv(normal(text, *modulation("text_mod", 2)), "text"),
-            qkv(normal(x, shift, scale), "x"),
-            strict=True,
-        )
-        q, k, v = (jnp.concatenate(pair, 1) for pair in parts)
-        y = attend(q, k, v)[:, text.shape[1] :]
-        y = nn.DenseGeneral(WIDTH, axis=(-2, -1), name="x_out")(y)
-        x = x + gate * y
-        y = nn.Dense(HIDDEN, name="up")(normal(x, shift2, scale2))
-        return x + gate2 * nn.Dense(WIDTH, name="down")(nn.gelu(y))
-
-
-class Denoiser(nn.Module):
-    """Patches and words, moved by the time, to the velocity of each patch."""
-
-    @nn.compact
-    def __call__(self, x, text, t):
-        waves = t[:, None] * np.exp(-np.arange(5, dtype=np.float32))
-        waves = jnp.concatenate([jnp.cos(waves), jnp.sin(waves)], -1)
-        time = nn.Dense(WIDTH, name="time2")(nn.silu(nn.Dense(13, name="time1")(waves)))
-        x = nn.Dense(WIDTH, name="patch")(x)
-        text = nn.Dense(WIDTH, name="text")(text)
-        x = Joint()(x, text, time)
-        last = nn.Dense(2 * WIDTH, name="last_mod")(nn.silu(time))[:, None]
-        shift, scale = jnp.split(last, 2, -1)
-        x = nn.LayerNorm(use_bias=False, use_scale=False)(x) * (1 + scale) + shift
-        return nn.Dense(8, name="velocity")(x)
-
-
 def dense(answer, *shape, outputs=1):
     """A kernel and a bias of `nn.Dense`, or of `nn.DenseGeneral`."""
     bias = Leaf("adamw", *shape[-outputs:])
     return {"kernel": Leaf(answer, *shape), "bias": bias}
-
-
-@program(
-    floats(BATCH, LENGTH, 8),
-    floats(BATCH, 7, 9),
-    floats(BATCH),
-    key(),
-    time1=dense("io or adamw", 10, 13),
-    time2=dense("io", 13, WIDTH),
-    patch=dense("io or adamw", 8, WIDTH),
-    text=dense("io or adamw", 9, WIDTH),
-    Joint_0={
-        "x_mod": dense("io", WIDTH, 6 * WIDTH),
-        "text_mod": dense("io", WIDTH, 2 * WIDTH),
-        "text_qkv": dense("iboo or iooo or ibbo", WIDTH, 3, HEADS, HEAD, outputs=3),
-        "x_qkv": dense("iboo or iooo or ibbo", WIDTH, 3, HEADS, HEAD, outputs=3),
-        "text_q_norm": {"scale": Leaf("adamw", HEAD)},
-        "text_k_norm": {"scale": Leaf("adamw", HEAD)},
-        "x_q_norm": {"scale": Leaf("adamw", HEAD)},
-        "x_k_norm": {"scale": Leaf("adamw", HEAD)},
-        "x_out": dense("iio", HEADS, HEAD, WIDTH),
-        "up": dense("io", WIDTH, HIDDEN),
-        "down": dense("io", HIDDEN, WIDTH),
-    },
-    last_mod=dense("io", WIDTH, 2 * WIDTH),
-    velocity=dense("head", WIDTH, 8),
-)
-def joint_streams(p, x, text, t, key):
-    """Stable Diffusion 3 in Flax: a rectified flow under a text."""
-    noise = jax.random.normal(key, x.shape)
-    mixed = (1 - t[:, None, None]) * x + t[:, None, None] * noise
-    return squared_error(Denoiser().apply({"params": p}, mixed, text, t), noise - x)
 
 
 @program(
@@ -514,58 +426,6 @@ def attentive_neural_process(p, context, x, y):
     out = mlp(p["decoder"], jnp.concatenate([r, x], -1), jax.nn.relu)
     mean, width = out[..., 0], 0.1 + jax.nn.softplus(out[..., 1])
     return jnp.mean(jnp.log(width) + ((y - mean) / width) ** 2)
-
-
-@program(
-    floats(BATCH, LENGTH, 9),
-    integers(BATCH, LENGTH, LENGTH),
-    integers(BATCH, LENGTH),
-    floats(BATCH),
-    atoms=Leaf("io or adamw", 9, WIDTH),
-    degree=Leaf("embedding", 7, WIDTH),
-    spatial=Leaf("embedding", 11, HEADS),
-    att=ATTENTION,
-    **UP_DOWN,
-    out=Leaf("adamw", WIDTH),
-)
-def graphormer(p, atoms, distance, degree, y):
-    """Attention with a bias for each distance in the graph, from a table."""
-    x = atoms @ p["atoms"] + p["degree"][degree]
-    q, k, v = (heads(rms(x) @ p["att"][n]) for n in "qkv")
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + jnp.moveaxis(
-        p["spatial"][distance], -1, 1
-    )
-    y_ = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
-    x = x + y_.reshape(x.shape) @ p["att"]["o"]
-    x = x + up_down(rms(x), p)
-    return squared_error(x.mean(1) @ p["out"], y)
-
-
-@program(
-    floats(BATCH, 8, 8, 3),
-    floats(BATCH),
-    first=Leaf("iiio or adamw", 3, 3, 3, WIDTH),
-    noise=Leaf("io", 10, WIDTH),
-    convs=[Leaf("iiio", 3, 3, WIDTH, WIDTH)] * 2,
-    gain=Leaf("adamw"),
-    out=Leaf("head", 3, 3, WIDTH, 3),
-)
-def kernels_of_unit_norm(p, images, sigma):
-    """EDM 2: every kernel is divided by the norm of each output."""
-
-    def unit(w):
-        axes = tuple(range(w.ndim - 1))
-        scale = jnp.sqrt(w.size / w.shape[-1])
-        return w / (1e-4 + jnp.sqrt((w * w).sum(axes, keepdims=True))) / scale
-
-    steps = 2.0 ** np.arange(5, dtype=np.float32)
-    waves = jnp.log(sigma)[:, None] * steps
-    c = jnp.concatenate([jnp.sin(waves), jnp.cos(waves)], -1) @ unit(p["noise"])
-    x = conv(images + sigma[:, None, None, None] * 0.1, unit(p["first"]))
-    for w in p["convs"]:
-        y = conv(jax.nn.silu(x), unit(w)) * (1 + c[:, None, None] * p["gain"])
-        x = (x + conv(jax.nn.silu(y), unit(w))) / np.float32(np.sqrt(2))
-    return squared_error(conv(x, unit(p["out"])), images)
 
 
 @program(

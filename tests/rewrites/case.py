@@ -151,9 +151,9 @@ def fits(case: Case) -> bool:
 
 
 def sample(title: str) -> list[str]:
-    """Five programs for a rewrite, and others for the next."""
+    """Four programs for a rewrite, and others for the next."""
     names = programs()
-    return sorted(names, key=lambda name: zlib.crc32(f"{title} {name}".encode()))[:5]
+    return sorted(names, key=lambda name: zlib.crc32(f"{title} {name}".encode()))[:4]
 
 
 def rewritten(title: str, name: str) -> Case | None:

@@ -41,15 +41,6 @@ def floats(p):
     return [w for w in jax.tree.leaves(p) if is_float(w)]
 
 
-def axes(p, least):
-    """Those of so many axes or more."""
-    return [w for w in floats(p) if w.ndim >= least]
-
-
-def ones(*shape):
-    return np.ones(shape, np.float32)
-
-
 def zero(loss, *args):
     """A zero of the loss's dtype."""
     return jnp.zeros((), jax.eval_shape(loss, *args).dtype)
@@ -122,17 +113,9 @@ def in_bfloat16(loss):
     return lambda p, *args: loss(narrow(p), *narrow(args))
 
 
-def in_cond(otherwise):
+def in_cond(loss):
     """Under a condition that a constant decides."""
-
-    def wrap(loss):
-        def new(p, *args):
-            other = loss if otherwise is None else lambda *a: otherwise(loss, *a)
-            return lax.cond(jnp.ones(()) > 0, loss, other, p, *args)
-
-        return new
-
-    return wrap
+    return lambda *args: lax.cond(jnp.ones(()) > 0, loss, loss, *args)
 
 
 def in_fori_loop(loss):
@@ -169,7 +152,7 @@ register(
         "a vjp inside": lambda f: lambda p, *args: jax.vjp(lambda p: f(p, *args), p)[0],
         "a jvp inside": along_a_direction,
         "added to one of a frozen copy": of_both(lax.stop_gradient),
-        "cond of equal branches": in_cond(None),
+        "cond of equal branches": in_cond,
         "fori_loop of one turn": in_fori_loop,
         "while_loop of one turn": in_while_loop,
         "parameters carried by a loop": carried_by_a_loop,
@@ -190,7 +173,7 @@ register(
             y + 0 * sum(jnp.sum((w.T @ w - 1) ** 2) for w in floats(p) if w.ndim == 2)
         ),
         "the largest": lambda y, p: (
-            y + 0 * sum(lax.top_k(w.ravel(), 1)[0].sum() for w in axes(p, 1))
+            y + 0 * sum(lax.top_k(w.ravel(), 1)[0].sum() for w in floats(p) if w.ndim)
         ),
         "where finite": lambda y, p: jnp.where(jnp.isfinite(y), y, 0),
     },

@@ -77,11 +77,6 @@ def under_shard_map(w):
     return same(w)
 
 
-@jax.custom_gradient
-def own_gradient(w):
-    return w, lambda g: g
-
-
 @jax.custom_batching.custom_vmap
 def own_vmap(w):
     return w * 1.0
@@ -98,14 +93,6 @@ def from_devices(w, count=None):
     gather = functools.partial(lax.all_gather, axis_name="x", axis=0, tiled=True)
     specs = {"in_specs": P("x"), "out_specs": P(), "check_vma": False}
     return jax.shard_map(gather, mesh=mesh, **specs)(w)
-
-
-def quadrants(w):
-    """Put together from its four quadrants."""
-    i, j = len(w) // 2, w.shape[1] // 2
-    if w.ndim > 2 or not i or not j:
-        return w
-    return jnp.block([[w[:i, :j], w[:i, j:]], [w[i:, :j], w[i:, j:]]])
 
 
 def norm(w, **axis):
