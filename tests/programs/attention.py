@@ -19,6 +19,7 @@ from tests.programs.parts import (
     SQUARE,
     TOKENS,
     UP_DOWN,
+    UP_DOWN_EXPERTS,
     VOCAB,
     WIDTH,
     Leaf,
@@ -167,12 +168,6 @@ def attention_to_the_best_keys(x, p):
     return x + out_of_heads(jnp.einsum("bhts,bshk->bthk", scores, v), p)
 
 
-STACKS = {
-    "up": Leaf("bio", EXPERTS, WIDTH, HIDDEN),
-    "down": Leaf("bio", EXPERTS, HIDDEN, WIDTH),
-}
-
-
 def rope_complex(x):
     """Pairs of elements of (batch, time, heads, head), turned by their position."""
     angle = jnp.arange(x.shape[1])[:, None] * 10.0 ** -jnp.arange(x.shape[-1] // 2)
@@ -218,7 +213,7 @@ def tied_rotary_by_complex_numbers(p, ids):
     return cross_entropy((rms(x) * p["norm"]) @ p["tok"].T, ids)
 
 
-@between(score=Leaf("router", WIDTH, EXPERTS), **STACKS)
+@between(score=Leaf("router", WIDTH, EXPERTS), **UP_DOWN_EXPERTS)
 def expert_choice(x, p):
     """Each expert takes its best tokens; results are added where they came from."""
     flat = rms(x).reshape(-1, WIDTH)
@@ -235,7 +230,7 @@ def expert_choice(x, p):
 @between(
     score=Leaf("router", WIDTH, EXPERTS),
     balance=Leaf("adamw", EXPERTS),
-    **STACKS,
+    **UP_DOWN_EXPERTS,
     shared={
         "up": Leaf("io", WIDTH, HIDDEN),
         "gate": Leaf("io", WIDTH, HIDDEN),

@@ -9,6 +9,7 @@ from tests.programs.parts import (
     EXPERTS,
     HIDDEN,
     LENGTH,
+    UP_DOWN_EXPERTS,
     WIDTH,
     Leaf,
     between,
@@ -23,11 +24,7 @@ from tests.programs.parts import (
     widths,
 )
 
-UP_DOWN = {
-    "up": Leaf("bio", EXPERTS, WIDTH, HIDDEN),
-    "down": Leaf("bio", EXPERTS, HIDDEN, WIDTH),
-}
-ROUTED = {"choose": Leaf("router", WIDTH, EXPERTS), **UP_DOWN}
+ROUTED = {"choose": Leaf("router", WIDTH, EXPERTS), **UP_DOWN_EXPERTS}
 
 
 def top_two(x, p):
@@ -120,7 +117,7 @@ def experts_in_a_python_loop(p, x, y):
 # --- gates ----------------------------------------------------------------------------
 
 
-@language_model(router=Leaf("router", WIDTH, EXPERTS), **UP_DOWN)
+@language_model(router=Leaf("router", WIDTH, EXPERTS), **UP_DOWN_EXPERTS)
 def smear(x, p):
     """Data mixes the matrices of all experts: a router by its name, without a top-k."""
     mixture = jax.nn.softmax(x.mean(1) @ p["router"])
@@ -133,7 +130,7 @@ def smear(x, p):
     floats(BATCH, LENGTH, WIDTH),
     integers(BATCH),
     floats(BATCH, LENGTH, 3),
-    **UP_DOWN,
+    **UP_DOWN_EXPERTS,
     out=Leaf("head", WIDTH, 3),
 )
 def matrices_of_a_task(p, x, task, y):
@@ -183,32 +180,6 @@ def accuracy_beside_the_loss(p, x, labels):
 
 
 @program(
-    floats(3, BATCH, 4, 16, 16),
-    c1=Leaf("boiii", 3, 10, 4, 4, 4),
-    c2=Leaf("boiii", 3, 14, 10, 4, 4),
-    c3=Leaf("boiii", 3, 18, 14, 4, 4),
-    head=Leaf("adamw", 3, 18, 1),
-)
-def critics_of_several_scales(p, images):
-    """Channels first; each member has an image of its own, and a gradient penalty."""
-
-    def critic(p, x):
-        numbers = ("NCHW", "OIHW", "NCHW")
-        for name in ("c1", "c2", "c3"):
-            x = lax.conv_general_dilated(
-                x, p[name], (2, 2), "SAME", dimension_numbers=numbers
-            )
-            x = jax.nn.leaky_relu(x)
-        return (x.mean((2, 3)) @ p["head"])[:, 0]
-
-    def one(p, x):
-        slope = jax.grad(lambda x: critic(p, x).sum())(x)
-        return critic(p, x).mean() + jnp.mean(slope**2)
-
-    return jax.vmap(one)(p, images).mean()
-
-
-@program(
     floats(BATCH, 16, 5),
     floats(4, BATCH, 3),
     c1=Leaf("iio", 3, 5, 8),
@@ -225,17 +196,6 @@ def members_with_groups_of_their_own(p, x, y):
         return jax.nn.relu(conv(z, c3)).mean(1) @ out
 
     return squared_error(jax.vmap(member)(p["c2"], p["c3"], p["out"]), y)
-
-
-@language_model(
-    medusa=Leaf("bio or oio", 3, WIDTH, WIDTH),
-    after=Leaf("bio", 3, WIDTH, WIDTH),
-)
-def stacks_by_einsum(x, p):
-    """A stack of matrices with one input, and one with an input for each."""
-    x = x + jax.nn.silu(jnp.einsum("btd,kde->kbte", x, p["medusa"])).mean(0)
-    rows = jnp.stack([x, x[:, ::-1], -x])
-    return jnp.einsum("kbtd,kde->kbte", rows, p["after"]).mean(0)
 
 
 # --- kernels mixed by data ------------------------------------------------------------

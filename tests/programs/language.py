@@ -17,6 +17,7 @@ from tests.programs.parts import (
     SQUARE,
     TOKENS,
     UP_DOWN,
+    UP_DOWN_EXPERTS,
     VOCAB,
     WIDTH,
     Leaf,
@@ -29,46 +30,8 @@ from tests.programs.parts import (
     integers,
     program,
     rms,
-    squared_error,
     up_down,
 )
-
-
-@jax.custom_vjp
-def jump(x, threshold):
-    """What exceeds the threshold."""
-    return x * (x > threshold)
-
-
-def _jump_forward(x, threshold):
-    return jump(x, threshold), (x, threshold)
-
-
-def _jump_backward(kept, g):
-    x, threshold = kept
-    near = jnp.abs(x - threshold) < 0.05
-    return (x > threshold) * g, (-threshold / 0.1 * near * g).sum(0)
-
-
-jump.defvjp(_jump_forward, _jump_backward)
-
-
-@program(
-    floats(BATCH, 3, WIDTH),
-    floats(BATCH, 5, WIDTH),
-    encode=Leaf("iio or adamw", 3, WIDTH, HIDDEN),
-    threshold=Leaf("adamw", HIDDEN),
-    bias=Leaf("adamw", HIDDEN),
-    decode=Leaf("head", HIDDEN, 5, WIDTH),
-    center=Leaf("adamw", 5, WIDTH),
-)
-def crosscoder(p, x, y):
-    """Sparse features of several layers, with a threshold that jumps, for others."""
-    z = jnp.einsum("bld,ldf->bf", x, p["encode"]) + p["bias"]
-    z = jump(z, jnp.broadcast_to(jnp.exp(p["threshold"]), z.shape))
-    out = jnp.einsum("bf,fld->bld", z, p["decode"]) + p["center"]
-    lengths = jnp.sqrt((p["decode"] ** 2).sum(-1)).sum(-1)
-    return squared_error(out, y) + 0.1 * (jnp.tanh(z * lengths)).sum(-1).mean()
 
 
 @program(
@@ -210,27 +173,6 @@ def preferences(p, pairs, frozen):
 
 
 @program(
-    integers(BATCH, LENGTH),
-    integers(BATCH, 9),
-    emb=Leaf("embedding", VOCAB, WIDTH),
-    att=ATTENTION,
-    project=Leaf("head", WIDTH, 8),
-)
-def late_interaction(p, queries, documents):
-    """ColBERT: the best token of a document for each token of a query."""
-
-    def encode(ids):
-        x = p["emb"][ids]
-        x = x + attention(x, p["att"])
-        z = rms(x) @ p["project"]
-        return z / jnp.linalg.norm(z, axis=-1, keepdims=True)
-
-    q, d = encode(queries), encode(documents)
-    scores = jnp.einsum("qtc,dsc->qdts", q, d).max(-1).sum(-1)
-    return cross_entropy(scores, jnp.arange(len(scores)))
-
-
-@program(
     floats(BATCH, LENGTH),
     floats(BATCH, LENGTH, 6),
     integers(BATCH, LENGTH),
@@ -256,8 +198,7 @@ def decision_transformer(p, rewards, states, actions):
     floats(BATCH, LENGTH, WIDTH),
     integers(BATCH),
     router=Leaf("router", WIDTH, EXPERTS),
-    up=Leaf("bio", EXPERTS, WIDTH, HIDDEN),
-    down=Leaf("bio", EXPERTS, HIDDEN, WIDTH),
+    **UP_DOWN_EXPERTS,
     classes=Leaf("head", WIDTH, 10),
 )
 def balanced_by_sinkhorn(p, x, labels):

@@ -15,6 +15,7 @@ from tests.programs.parts import (
     HIDDEN,
     LENGTH,
     SQUARE,
+    UP_DOWN_EXPERTS,
     WIDTH,
     Leaf,
     attend,
@@ -160,8 +161,7 @@ def latent_attention_and_pooling(x, p):
 
 @between(
     router=Leaf("io?", WIDTH, EXPERTS),
-    up=Leaf("bio", EXPERTS, WIDTH, HIDDEN),
-    down=Leaf("bio", EXPERTS, HIDDEN, WIDTH),
+    **UP_DOWN_EXPERTS,
     layers=[{"w": SQUARE}, {"w": SQUARE}],
 )
 def gates_first_and_stacked_layers(x, p):
@@ -186,15 +186,6 @@ def sampled_rows_of_the_head(p, ids, sampled):
     spectrum = jnp.fft.rfft(p["filters"], axis=0)[..., None, :] ** 2
     x = jnp.fft.irfft(jnp.fft.rfft(x, axis=1) * spectrum.swapaxes(0, 1), axis=1)
     return cross_entropy((x @ p["w"])[:, -1] @ p["emb"][sampled].T, ids[:, 0])
-
-
-@between(**dict.fromkeys("qkv", SQUARE), segments=Leaf("adamw", 2, WIDTH))
-def segments_under_a_mask(x, p):
-    """XLNet: queries meet a table, and a mask follows the softmax."""
-    q, k, v = (x @ p[name] for name in "qkv")
-    same = jax.nn.one_hot((x[..., 0] > 0).astype(int), 2)
-    scores = q @ k.swapaxes(1, 2) + (q @ p["segments"].T) @ same.swapaxes(1, 2)
-    return (jax.nn.softmax(scores) * (x[:, None, :, 0] > 0)) @ v
 
 
 @program(

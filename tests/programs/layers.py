@@ -389,10 +389,3 @@ def codes_scale_features_of_a_grid(p, images):
     scales = jax.nn.relu(p["codes"] @ p["film"]["0"]) @ p["film"]["1"]
     hidden = jax.nn.relu((waves @ p["w1"])[None] * (1 + scales[:, None]))
     return squared_error(hidden @ p["w2"], images)
-
-
-@between(positions=Leaf("adamw", 4, 4, WIDTH))
-def positions_resized(x, p):
-    """A table of positions of another size, interpolated by products with constants."""
-    table = jax.image.resize(p["positions"], (2, 8, WIDTH), "bilinear")
-    return x + table.reshape(LENGTH, WIDTH)

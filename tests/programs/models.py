@@ -410,25 +410,6 @@ def forecast_by_trends_and_waves(p, x, y):
 
 
 @program(
-    floats(BATCH, 6, 3),
-    floats(BATCH, 9, 2),
-    floats(BATCH, 9),
-    pairs=widths(3, WIDTH, WIDTH, last="io"),
-    q=Leaf("io, query", 2, WIDTH),
-    k=Leaf("io, key", 2, WIDTH),
-    decoder=widths(WIDTH + 2, HIDDEN, 2, first="io"),
-)
-def attentive_neural_process(p, context, x, y):
-    """Pairs (x, y) of a context, attended to by the places that are asked for."""
-    r = jax.nn.relu(mlp(p["pairs"], context, jax.nn.relu))
-    scores = jnp.einsum("bqd,bkd->bqk", x @ p["q"], context[..., :2] @ p["k"])
-    r = jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), r)
-    out = mlp(p["decoder"], jnp.concatenate([r, x], -1), jax.nn.relu)
-    mean, width = out[..., 0], 0.1 + jax.nn.softplus(out[..., 1])
-    return jnp.mean(jnp.log(width) + ((y - mean) / width) ** 2)
-
-
-@program(
     floats(BATCH, 12),
     floats(BATCH, 12),
     {"w1": floats(12, HIDDEN), "w2": floats(HIDDEN, WIDTH), "last": floats(WIDTH, 9)},

@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from jax_muon.base.trees import leaves_with_paths
-from tests.programs.sizes import (  # noqa: F401, most are for the programs
+from tests.programs.sizes import (
     BATCH,
     EXPERTS,
     HEAD,
@@ -111,6 +111,10 @@ def conv(x, w, groups=1):
 
 SQUARE, GAIN = Leaf("io", WIDTH, WIDTH), Leaf("adamw", WIDTH)
 UP_DOWN = {"up": Leaf("io", WIDTH, HIDDEN), "down": Leaf("io", HIDDEN, WIDTH)}
+UP_DOWN_EXPERTS = {
+    "up": Leaf("bio", EXPERTS, WIDTH, HIDDEN),
+    "down": Leaf("bio", EXPERTS, HIDDEN, WIDTH),
+}
 
 
 def up_down(x, p):

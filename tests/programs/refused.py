@@ -12,7 +12,6 @@ REFUSED: dict[str, tuple[set[str], dict[str, str]]] = {
         {"router", "down", "up"},
         {"down": "bio", "router": "adamw", "up": "bio"},
     ),
-    "stacks_by_einsum": ({"medusa"}, {"medusa": "bio"}),
     "conditional_convolutions": ({"kernels"}, {"kernels": "biiio"}),
     "test_time_training": ({"v"}, {"v": "io"}),
     "several_tokens_ahead": ({"medusa"}, {"medusa": "oio"}),
@@ -24,7 +23,6 @@ REFUSED: dict[str, tuple[set[str], dict[str, str]]] = {
         {"down": "bio", "router": "io"},
     ),
     "sampled_rows_of_the_head": ({"filters"}, {"filters": "adamw"}),
-    "segments_under_a_mask": ({"segments"}, {"segments": "adamw"}),
     "a_memory_that_data_rewrites": ({"memory"}, {"memory": "adamw"}),
     "queries_and_hidden_units_make_gates": ({"experts"}, {"experts": "bio"}),
     "a_vector_after_the_last_matrices": ({"relations"}, {"relations": "bio"}),
@@ -33,7 +31,6 @@ REFUSED: dict[str, tuple[set[str], dict[str, str]]] = {
         {"branches/0": "io", "branches/1": "io", "of_kinds": "bio"},
     ),
     "codes_scale_features_of_a_grid": ({"w1"}, {"w1": "io"}),
-    "positions_resized": ({"positions"}, {"positions": "adamw"}),
     "glow": ({"mix/1", "mix/0"}, {"mix/0": "io", "mix/1": "io"}),
     "orthogonal_and_inverted_matrices": (
         {"blocks", "back", "flow", "skew"},

@@ -9,7 +9,6 @@ from jax import lax
 from tests.rewrites.case import is_float, register
 from tests.rewrites.operations import (
     dtype_of,
-    of_lookups,
     of_products,
     register_rules,
     run,
@@ -89,17 +88,6 @@ def top_k_by_argsort(eqn, x):
     return [jnp.take_along_axis(x, at, -1), at.astype(dtype)]
 
 
-def of_last_axis(function):
-    """An argmax along the last axis."""
-
-    def rule(eqn, x):
-        if eqn.params["axes"] != (x.ndim - 1,) or not is_float(x):
-            return None
-        return function(x).astype(dtype_of(eqn))
-
-    return rule
-
-
 register_rules(
     "parts",
     {
@@ -107,31 +95,8 @@ register_rules(
         "taken": {"slice": by_taking},
     },
 )
-register_rules(
-    "choices",
-    {
-        "top-k by argsort": {"top_k": top_k_by_argsort},
-        "argmax by top-k": {
-            "argmax": of_last_axis(lambda x: lax.top_k(x, 1)[1][..., 0])
-        },
-    },
-)
+register_rules("choices", {"top-k by argsort": {"top_k": top_k_by_argsort}})
 
-
-def sorted_and_back(table, ids):
-    flat = ids.ravel()
-    order = jnp.argsort(flat)
-    rows = table[flat[order]][jnp.argsort(order)]
-    return rows.reshape(*ids.shape, *table.shape[1:])
-
-
-register(
-    "lookups",
-    {
-        "sorted and back": sorted_and_back,
-    },
-    of_lookups,
-)
 
 # --- loops ----------------------------------------------------------------------------
 

@@ -409,19 +409,6 @@ def closed_over(make):
     return change
 
 
-def one_of_several(case: Case):
-    if not any(has_samples(case)):
-        return None
-    return dataclasses.replace(
-        case,
-        args=(
-            of_samples(case, case.args, lambda x: S((5, *x.shape), x.dtype)),
-            S((), jnp.int32),
-        ),
-        loss=lambda p, data, i: case.loss(p, *of_samples(case, data, lambda x: x[i])),
-    )
-
-
 def in_another_form(shape, back):
     """Arguments with samples of `shape(theirs)`, and `back` to what they are."""
 
@@ -464,7 +451,6 @@ register(
     "arguments",
     {
         "one dict": in_one_dict,
-        "one batch of several": one_of_several,
         "a target network": beside_a_target,
         "in a group of one": in_another_form(lambda x: (1, *x), lambda x: x.squeeze(0)),
         "samples last": in_another_form(

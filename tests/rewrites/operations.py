@@ -133,24 +133,11 @@ def in_float32(eqn, x, y):
     return z.astype(dtype_of(eqn))
 
 
-def as_contraction(eqn, x, y):
-    """Batched products as an outer product over the batch, whose diagonal counts."""
-    (cx, cy), (bx, by) = eqn.params["dimension_numbers"]
-    if len(bx) != 1 or not is_float(x) or x.shape[bx[0]] > 8:
-        return None
-    x, y = jnp.moveaxis(x, bx[0], 0), jnp.moveaxis(y, by[0], 0)
-    cx = [a - (a > bx[0]) for a in cx]
-    cy = [a - (a > by[0]) for a in cy]
-    parts = [jnp.tensordot(u, v, (cx, cy)) for u, v in zip(x, y, strict=True)]
-    return jnp.stack(parts).astype(dtype_of(eqn))
-
-
 register_rules(
     "products",
     {
         "operands swapped": {"dot_general": operands_swapped},
         "preferred_element_type": {"dot_general": in_float32},
-        "a batch one by one": {"dot_general": as_contraction},
     },
 )
 
@@ -403,12 +390,6 @@ def square(x):
     return x * x
 
 
-def axis_by_axis(eqn, x):
-    for axis in sorted(eqn.params["axes"], reverse=True):
-        x = x.sum(axis)
-    return x
-
-
 def by_ones(eqn, x):
     if not is_float(x):
         return None
@@ -443,7 +424,6 @@ register_rules(
         "max as where": {"max": lambda eqn, x, y: jnp.where(x > y, x, y)},
         "logistic by exp": {"logistic": lambda eqn, x: 1 / (1 + jnp.exp(-x))},
         "powers": POWERS,
-        "sums axis by axis": {"reduce_sum": axis_by_axis},
         "sums by ones": {"reduce_sum": by_ones},
         "sums as means": {"reduce_sum": by_mean},
     },

@@ -198,12 +198,6 @@ def ravelled(leaves):
     return back(vector)
 
 
-def averaged_vector(leaves):
-    """One vector, of which a part is frozen."""
-    vector, back = ravel_pytree(leaves)
-    return back(0.9 * lax.stop_gradient(vector) + 0.1 * vector)
-
-
 def vector_from_devices(leaves):
     vector, back = ravel_pytree(leaves)
     padded = jnp.pad(vector, (0, -vector.size % 8))
@@ -235,7 +229,6 @@ register(
     "parameters",
     {
         "ravel_pytree": ravelled,
-        "an average of one vector": averaged_vector,
         "one vector from devices": vector_from_devices,
     },
     of_all,
