@@ -7,7 +7,6 @@ Examples in docstrings assume `import jax, optax`, `import jax.numpy as jnp` and
 from jax_muon import contrib as contrib
 from jax_muon import types as types
 from jax_muon.matrices.as_matrices import as_matrices, with_splits
-from jax_muon.matrices.find import find_matrices
 from jax_muon.matrices.matrices import Matrices
 from jax_muon.matrices.splits import Split
 from jax_muon.mesh.layout import fsdp
@@ -16,6 +15,7 @@ from jax_muon.mesh.scan_layers import scan_layers
 from jax_muon.mesh.train_step import make_train_step
 from jax_muon.mesh.wrappers import on_replicas
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
+from jax_muon.reading.find import find_matrices
 from jax_muon.recipes import moonlight, muon, muonh, nanochat, normuon, teon
 from jax_muon.tools.describe import describe
 from jax_muon.tools.verify import verify

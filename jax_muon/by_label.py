@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from jax_muon.base import checks, trees
-from jax_muon.matrices.find import Reading, check_reading, resolve
 from jax_muon.matrices.matrices import ADAMW, MUON, Matrices, Parameter
+from jax_muon.matrices.resolve import Reading, check_reading, resolve
 from jax_muon.transforms.adamw import warn_of_float16
 
 Transforms = Mapping[str, optax.GradientTransformation]

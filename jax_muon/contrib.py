@@ -22,11 +22,11 @@ from optax.contrib import MuonDimensionNumbers
 from jax_muon import recipes
 from jax_muon.base import checks, trees
 from jax_muon.base.dtypes import wider
-from jax_muon.matrices.find import find_matrices
 from jax_muon.matrices.matrices import ADAMW, MUON, Matrices
 from jax_muon.polar.coefficients import NEWTON_SCHULZ, Coefficients
 from jax_muon.polar.factors import NewtonSchulz
 from jax_muon.polar.iteration import Late, iterate
+from jax_muon.reading.find import find_matrices
 from jax_muon.transforms.weight_decay import Mask
 
 _PRESETS: dict[str, Coefficients | Sequence[Coefficients]] = {

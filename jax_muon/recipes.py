@@ -18,9 +18,9 @@ import optax
 from jax_muon.base import checks
 from jax_muon.by_label import by_label
 from jax_muon.matrices.as_matrices import as_matrices
-from jax_muon.matrices.find import Reading
 from jax_muon.matrices.joins import with_joins
 from jax_muon.matrices.matrices import ADAMW, MUON, Matrices
+from jax_muon.matrices.resolve import Reading
 from jax_muon.polar import coefficients
 from jax_muon.polar.factors import NewtonSchulz
 from jax_muon.transforms import scaling

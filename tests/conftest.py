@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_muon.matrices.computation import trace
+from jax_muon.reading import trace
 
 # The package broadcasts no array to more axes; what users write may.
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -28,7 +28,7 @@ from benchmarks import program
 from benchmarks.reading import judge
 from benchmarks.reading_models import FRAMEWORKS, Model
 from jax_muon.base.trees import leaves_with_paths
-from jax_muon.matrices.computation.read import read_uses
+from jax_muon.reading.read import read_uses
 
 
 def main(words: list[str] | None = None) -> int:

@@ -118,6 +118,11 @@ def as_scalar(name: str, value: ArrayLike, expected: str) -> ArrayLike:
     return value
 
 
+def is_inexact(x: object) -> bool:
+    """Whether a leaf is an array, or a shape, of floats."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def check_float_dtype(name: str, dtype: DTypeLike | None) -> None:
     """The value must be None or a floating-point dtype."""
     if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
@@ -151,6 +156,21 @@ def as_arrays(name: str, tree: PyTree) -> PyTree:
             )
             refuse(f"{name} at {path!r}", leaf, expected)
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
+
+
+def trained(model: PyTree) -> PyTree:
+    """The parameters of a model: `nnx.Param`s of an NNX module, floats of Equinox's.
+
+    BatchNorm's running mean is no nnx.Param; a dropout key is no float. Any other tree
+    is its own parameters.
+    """
+    # A framework that is not imported made no module.
+    nnx, equinox = (sys.modules.get(name) for name in ("flax.nnx", "equinox"))
+    if nnx and isinstance(model, nnx.Module):
+        return nnx.state(model, nnx.Param)
+    if equinox and isinstance(model, equinox.Module):
+        return jax.tree.map(lambda x: x if is_inexact(x) else None, model)
+    return model
 
 
 def check_params(what: str, params: PyTree) -> None:

@@ -1,7 +1,7 @@
 """Jaxprs: functions that operations call, inputs that they use, and source lines.
 
 JAX's internals may change with a release; `tests/base/test_jaxprs.py` runs in each.
-Names of primitives and their parameters are also in `matrices/computation/`.
+Names of primitives and their parameters are also in `reading/`.
 """
 
 import dataclasses

@@ -1,1 +1,1 @@
-"""Which parameters are matrices, by rules and by a computation."""
+"""Which parameters are matrices, as data; rules, splits and joins; `as_matrices`."""

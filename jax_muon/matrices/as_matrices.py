@@ -15,8 +15,8 @@ from jax.tree_util import KeyPath, PyTreeDef
 from jaxtyping import Array, PyTree
 
 from jax_muon.base import array_types, checks, facts, trees
-from jax_muon.matrices.find import Reading, check_reading, resolve
 from jax_muon.matrices.matrices import Parameter
+from jax_muon.matrices.resolve import Reading, check_reading, resolve
 from jax_muon.matrices.rules import warn_of_labels
 from jax_muon.matrices.splits import Parts, Splits, View, check_splits, cut, read_parts
 

@@ -21,8 +21,8 @@ from jax_muon.base.specs import (
     full_rank,
     spelled,
 )
-from jax_muon.matrices.find import Reading, check_reading, resolve
 from jax_muon.matrices.matrices import Parameter
+from jax_muon.matrices.resolve import Reading, check_reading, resolve
 
 # A mesh: parameters as their types show on Explicit axes, and everywhere on Auto ones.
 # Or a NamedSharding for all of them, a tree (or a prefix of one) in which None means

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 from jax_muon.base import array_types, checks, facts, specs, trees
 from jax_muon.base.tables import aligned, shape_text, sizes_text
 from jax_muon.matrices.as_matrices import Read
-from jax_muon.matrices.find import trained
 from jax_muon.matrices.matrices import MUON, Parameter
 from jax_muon.mesh.on_mesh import OnMesh, OnMeshes, trace_init
 from jax_muon.mesh.stacks import Round, Stack
@@ -212,7 +211,7 @@ def describe(
     """
     step, tx = tx, tx.tx if isinstance(tx, TrainStep) else tx
     tx = checks.as_transform("tx", tx)
-    params = checks.as_arrays("params", trained(params))
+    params = checks.as_arrays("params", checks.trained(params))
     if isinstance(tx, OnMesh):
         tx.optimizer.place(params)  # refuses shapes that do not show where
     gathers: list[bool | None] = []

@@ -10,13 +10,13 @@ from jax.extend.core import Primitive
 
 import jax_muon as jm
 from jax_muon.base import jaxprs
-from jax_muon.matrices.computation import (  # noqa: F401
+from jax_muon.reading import (  # noqa: F401
     elementwise,
     loops,
     moves,
     products,
 )
-from jax_muon.matrices.computation.trace import ELEMENTWISE, RULES
+from jax_muon.reading.trace import ELEMENTWISE, RULES
 
 X = jnp.ones((2, 4))
 

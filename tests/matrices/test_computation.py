@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from jax_muon.matrices.computation import trace
 from jax_muon.matrices.matrices import MatrixAxes
+from jax_muon.reading import trace
 from tests.programs.parts import floats
 from tests.recipes import RECIPES
 

@@ -9,7 +9,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from benchmarks.reading import RIGHT, judge
-from jax_muon.matrices.computation.read import read_uses
+from jax_muon.reading.read import read_uses
 from tests.programs import PROGRAMS
 from tests.programs.refused import REFUSED
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_muon.matrices.computation import trace
+from jax_muon.reading import trace
 from tests.rewrites import REWRITES, changes, programs
 from tests.rewrites.case import only, rewritten
 

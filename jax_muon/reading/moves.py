@@ -7,10 +7,10 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jax_muon.base import jaxprs
 from jax_muon.base.jaxprs import shape_of
-from jax_muon.matrices.computation import attention
-from jax_muon.matrices.computation import values as v
-from jax_muon.matrices.computation.trace import EITHER, Trace, rule
-from jax_muon.matrices.computation.values import Parts, Shape, Use, Value, View, axes_in
+from jax_muon.reading import attention
+from jax_muon.reading import values as v
+from jax_muon.reading.trace import EITHER, Trace, rule
+from jax_muon.reading.values import Parts, Shape, Use, Value, View, axes_in
 
 
 @rule("squeeze")

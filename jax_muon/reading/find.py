@@ -1,6 +1,6 @@
 """Read a whole tree of parameters: which are matrices, along which axes, and why.
 
-The user's rules (`rules`) count before the function's uses (`computation/`). What
+The user's rules (`rules`) count before the function's uses (`read.py`). What
 neither decides becomes one error. Splits and joins are resolved last.
 """
 
@@ -9,7 +9,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,6 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from jax_muon.base import checks, trees
-from jax_muon.base.array_types import on_users_axes, shapes_of
-from jax_muon.matrices.heads import heads_apart
 from jax_muon.matrices.joins import Joins, with_joins
 from jax_muon.matrices.matrices import (
     ADAMW,
@@ -30,10 +28,7 @@ from jax_muon.matrices.matrices import (
 )
 from jax_muon.matrices.rules import BY_RULES, ONE_ROW, Rules, apply_rules
 from jax_muon.matrices.splits import Splits
-
-# How parameters are read: a value, which is a `Matrices`, or rules that make one; or a
-# function of the parameters that returns such a value.
-Reading: TypeAlias = Matrices | Rules | Callable[[PyTree], Matrices | Rules]
+from jax_muon.reading.heads import heads_apart
 
 
 def find_matrices(
@@ -117,7 +112,7 @@ def find_matrices(
     if params is None or (scalar and jnp.issubdtype(params.dtype, jnp.integer)):
         expected = "the parameters, or their shapes"
         checks.refuse("params", params, expected + checks.injected(params, "matrices"))
-    shapes = _shapes(checks.as_arrays("params", trained(params)))
+    shapes = _shapes(checks.as_arrays("params", checks.trained(params)))
 
     def read(like_data: Collection[str] = ()) -> dict[str, Parameter]:
         if function is None:
@@ -158,50 +153,6 @@ def find_matrices(
     return with_joins(Matrices(ruled, splits), joins)
 
 
-def resolve(matrices: Reading, tree: PyTree) -> Matrices:
-    """The reading of a tree, or of one that is a part of what was read.
-
-    `resolve({"wte": "adamw", "*": "muon"}, params)` is
-    `find_matrices(params, rules={"wte": "adamw", "*": "muon"})`.
-    """
-    found = matrices
-    if trees.is_function(matrices):
-        with on_users_axes():  # a loss may not know Explicit axes
-            found = matrices(shapes_of(tree))
-        check_reading("matrices(params)", found)
-    if not isinstance(found, Matrices):
-        found = find_matrices(tree, rules=found)
-    return found.of(tree)
-
-
-def check_reading(name: str, value: Reading) -> None:
-    """The value must be a `Matrices`, labels in a container, or a function."""
-    if not trees.is_function(value) and (
-        value is None or jax.tree_util.all_leaves([value])
-    ):
-        expected = (
-            "jax_muon.find_matrices(params, loss_fn, batch); labels by path, such as "
-            "{'embed': 'adamw', '*': 'muon'}, or in a tree; or a function of params "
-            "alone that returns one of these" + checks.injected(value, "matrices")
-        )
-        checks.check_kind(name, value, Matrices, expected)
-
-
-def trained(model: PyTree) -> PyTree:
-    """The parameters of a model: `nnx.Param`s of an NNX module, floats of Equinox's.
-
-    BatchNorm's running mean is no nnx.Param; a dropout key is no float. Any other tree
-    is its own parameters.
-    """
-    # A framework that is not imported made no module.
-    nnx, equinox = (sys.modules.get(name) for name in ("flax.nnx", "equinox"))
-    if nnx and isinstance(model, nnx.Module):
-        return nnx.state(model, nnx.Param)
-    if equinox and isinstance(model, equinox.Module):
-        return jax.tree.map(lambda x: x if _is_inexact(x) else None, model)
-    return model
-
-
 def _by_function(
     params: PyTree,
     function: Callable[..., PyTree],
@@ -214,7 +165,7 @@ def _by_function(
     Functions among `args`, such as the apply of `loss(params, apply, batch)`, are
     closed over: the traced function takes (params, batch).
     """
-    from jax_muon.matrices.computation.read import read_uses
+    from jax_muon.reading.read import read_uses
 
     if not callable(function):
         expected = "a function, as in jax_muon.find_matrices(params, loss_fn, batch)"
@@ -224,7 +175,9 @@ def _by_function(
         # After self.b = self.a, a module has two leaves for one variable; a state one.
         graph, params = nnx.split(params)
         merge = functools.partial(nnx.merge, graph)
-    elif trained(params) is params:  # an Equinox module also has leaves of other types
+    elif (
+        checks.trained(params) is params
+    ):  # an Equinox module also has leaves of other types
         params = checks.as_arrays("params", params)
     leaves, treedef = jax.tree.flatten(args)
     for keys, x in jax.tree_util.tree_leaves_with_path(args):
@@ -267,10 +220,6 @@ def _is_unused_matrix(x: Parameter) -> bool:
     """True for (64, 32) that the result does not depend on; False for (1, 32)."""
     could_be = not not_a_matrix(x.shape, x.dtype) and sum(n > 1 for n in x.shape) > 1
     return could_be and x.role == "unused" and x.reason != BY_RULES
-
-
-def _is_inexact(x: object) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _unread(path: str, leaf: jax.ShapeDtypeStruct) -> Parameter:

@@ -10,11 +10,11 @@ from typing import Any
 
 from jax_muon.base import jaxprs, trees
 from jax_muon.matrices import matrices as m
-from jax_muon.matrices.computation import values as v
-from jax_muon.matrices.computation.attention import Attention
-from jax_muon.matrices.computation.trace import Trace
-from jax_muon.matrices.computation.values import Use
 from jax_muon.matrices.matrices import ADAMW, MUON, MatrixAxes, Parameter
+from jax_muon.reading import values as v
+from jax_muon.reading.attention import Attention
+from jax_muon.reading.trace import Trace
+from jax_muon.reading.values import Use
 
 # Kinds of uses that make a matrix, and the role of it.
 _PRODUCTS = {"contracted": "kernel", "grouped": "grouped", "complex": "complex"}

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from jax_muon.base.jaxprs import shape_of
-from jax_muon.matrices.computation import attention
-from jax_muon.matrices.computation import values as v
-from jax_muon.matrices.computation.elementwise import elementwise
-from jax_muon.matrices.computation.moves import note_members, note_sums, pick
-from jax_muon.matrices.computation.trace import EITHER, ELEMENTWISE, RULES, Trace, rule
-from jax_muon.matrices.computation.values import Parts, Use, Value, View, axes_in
+from jax_muon.reading import attention
+from jax_muon.reading import values as v
+from jax_muon.reading.elementwise import elementwise
+from jax_muon.reading.moves import note_members, note_sums, pick
+from jax_muon.reading.trace import EITHER, ELEMENTWISE, RULES, Trace, rule
+from jax_muon.reading.values import Parts, Use, Value, View, axes_in
 
 Axes = Sequence[int]
 

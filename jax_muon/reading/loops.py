@@ -7,10 +7,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jax_muon.base import jaxprs
 from jax_muon.base.jaxprs import shape_of
-from jax_muon.matrices.computation import values as v
-from jax_muon.matrices.computation.moves import looped, together
-from jax_muon.matrices.computation.trace import Trace, rule
-from jax_muon.matrices.computation.values import Value
+from jax_muon.reading import values as v
+from jax_muon.reading.moves import looped, together
+from jax_muon.reading.trace import Trace, rule
+from jax_muon.reading.values import Value
 
 
 @rule("scan")

@@ -13,10 +13,10 @@ from jax.extend.core import Jaxpr, Var
 from jaxtyping import Array, PyTree
 
 from jax_muon.base import dtypes, jaxprs, trees
-from jax_muon.matrices.computation import decide, loops, products  # noqa: F401, rules
-from jax_muon.matrices.computation.trace import Trace
-from jax_muon.matrices.computation.values import Use, Value, View
 from jax_muon.matrices.matrices import Parameter
+from jax_muon.reading import decide, loops, products  # noqa: F401, rules
+from jax_muon.reading.trace import Trace
+from jax_muon.reading.values import Use, Value, View
 
 Shaped: TypeAlias = Array | jax.ShapeDtypeStruct
 

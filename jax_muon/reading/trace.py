@@ -15,8 +15,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jax_muon.base import jaxprs
 from jax_muon.base.jaxprs import shape_of
-from jax_muon.matrices.computation import values as v
-from jax_muon.matrices.computation.values import Use, Value, axes_in
+from jax_muon.reading import values as v
+from jax_muon.reading.values import Use, Value, axes_in
 
 Rule = Callable[["Trace", JaxprEqn, list[Value]], Value | list[Value]]
 RULES: dict[str, Rule] = {}

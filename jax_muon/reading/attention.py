@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from jax_muon.matrices.computation import values as v
-from jax_muon.matrices.computation.values import (
+from jax_muon.reading import values as v
+from jax_muon.reading.values import (
     Parts,
     Scores,
     Shape,

@@ -11,10 +11,10 @@ from dataclasses import replace
 from jax.extend.core import JaxprEqn
 
 from jax_muon.base.jaxprs import shape_of
-from jax_muon.matrices.computation import attention
-from jax_muon.matrices.computation import values as v
-from jax_muon.matrices.computation.trace import ELEMENTWISE, Trace, rule
-from jax_muon.matrices.computation.values import Parts, Shape, Value, View, axes_in
+from jax_muon.reading import attention
+from jax_muon.reading import values as v
+from jax_muon.reading.trace import ELEMENTWISE, Trace, rule
+from jax_muon.reading.values import Parts, Shape, Value, View, axes_in
 
 SUMS, SCALES = {"add", "sub", "add_any", "select_n"}, {"mul", "div"}
 LINEAR = SUMS | SCALES | {"neg", "convert_element_type", "stop_gradient", "conj"}

@@ -1,1 +1,0 @@
-"""Read parameters from a computation: a matrix is what the loss contracts."""

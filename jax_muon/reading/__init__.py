@@ -1,0 +1,1 @@
+"""From a loss to `Matrices`: which parameters it multiplies data by, and how."""
