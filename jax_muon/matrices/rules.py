@@ -56,14 +56,14 @@ def apply_rules(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Para
             for where in kind:
                 deciding[where].add(kind[0])
     for where, value in values.items():
-        paths = ", ".join(map(_shown, matched[where]))
+        paths = ", ".join(map(_in_words, matched[where]))
         if not matched[where] and isinstance(rules, list | tuple):
             expected = f"patterns with labels, such as {{'embed': {ADAMW!r}}}"
             checks.refuse("rules", rules, expected)
         if by_path and not matched[where] and not (is_tree and value is None):
             raise ValueError(
                 f"rules: {where!r} matches no parameter; expected a path or a pattern "
-                f"of these: {', '.join(map(_shown, by_path))}"
+                f"of these: {', '.join(map(_in_words, by_path))}"
             )
         # {"*": "muon", "head": "adamw"}: head gets its label from "*".
         others = [
@@ -153,7 +153,7 @@ def _has(kind: type, tree: PyTree) -> bool:
     return any(isinstance(x, kind) for x in nodes)
 
 
-def _shown(path: str) -> str:
+def _in_words(path: str) -> str:
     return path or "a tree that is one array, as inside optax.flatten"
 
 

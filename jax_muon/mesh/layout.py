@@ -109,7 +109,9 @@ class Layout:
         leaves, where = trees.leaves_with_paths(tree), self.where
         if isinstance(where, Mesh):  # which can be called, too
             explicit = AxisType.Explicit in where.axis_types
-            specs = [_shown(*leaf) if explicit else PartitionSpec() for leaf in leaves]
+            specs = [
+                _typed_spec(*leaf) if explicit else PartitionSpec() for leaf in leaves
+            ]
             rows = zip(leaves, specs, strict=True)
             return where, [(*leaf, NamedSharding(where, spec)) for leaf, spec in rows]
         where = where(tree) if trees.is_function(where) else where
@@ -177,7 +179,7 @@ _EXPECTED = (
 )
 
 
-def _shown(path: str, x: Shaped) -> PartitionSpec:
+def _typed_spec(path: str, x: Shaped) -> PartitionSpec:
     """The spec that a type on Explicit axes shows."""
     if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None:
         raise ValueError(
