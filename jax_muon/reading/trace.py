@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jax_muon.base import jaxprs
@@ -122,7 +123,13 @@ class Trace:
             self.lose(value.leaves, why, eqn)
         is_data = any(x.data or x.leaves for x in values)
         result = replace(v.joined(values), gate="", data=is_data)
-        return [result.bare(shape_of(x)) for x in eqn.outvars]
+        results = [result.bare(shape_of(x)) for x in eqn.outvars]
+        for i, x in enumerate(eqn.outvars):
+            if jnp.issubdtype(getattr(x.aval, "dtype", float), jnp.integer):
+                # Of products: perhaps numbers of the largest ones, as of a top-k.
+                chosen = {(use, False) for use in result.sources}
+                results[i] = replace(results[i], chosen=result.chosen | chosen)
+        return results
 
     def _without_taken(self, value: Value, is_backward: bool) -> Value:
         """A value that forgets products whose results others take, if it has many.

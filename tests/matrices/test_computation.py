@@ -17,6 +17,8 @@ from optax.contrib import MuonDimensionNumbers
 import jax_muon as jm
 from jax_muon.matrices.matrices import MatrixAxes
 from jax_muon.reading import trace
+from jax_muon.reading.read import read_uses
+from tests.programs import PROGRAMS
 from tests.programs.parts import floats
 from tests.recipes import RECIPES
 
@@ -226,6 +228,14 @@ def test_what_the_page_says(product, words, axes):
 def test_a_result_without_parameters():
     with pytest.raises(ValueError, match="depends on none of the 1 parameters"):
         jm.find_matrices({"w": floats(6, 8)}, lambda p, x: jnp.sum(x), floats(5, 6))
+
+
+def test_numbers_from_an_unknown_operation_may_be_those_of_a_top_k(monkeypatch):
+    monkeypatch.delitem(trace.RULES, "top_k")
+    program = PROGRAMS["moe_einsum_dispatch"]
+    read = read_uses(program.loss, program.params, *program.args)
+    (doubt,) = [x.doubt for x in read if x.path == "choose"]
+    assert doubt.startswith("its outputs may say what is computed")
 
 
 def test_a_mistake_of_ours_says_what_to_write(monkeypatch):
