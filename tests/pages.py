@@ -19,6 +19,16 @@ def yours(text):
     return {x for names in YOURS.findall(said) for x in re.findall(r"`(\w+)", names)}
 
 
+def section(heading):
+    """The text under a heading of docs/frameworks.md."""
+    return re.search(rf"\n## {heading}\n(.*?)(?=\n## |\Z)", PAGE.read_text(), re.S)[1]
+
+
+def blocks(heading, language):
+    """The blocks of a section; without a language, of those that name none."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", section(heading), re.S | re.M)
+
+
 def run(heading, **given):
     """The names that the code of a section defines, which may be in a file.
 
@@ -27,8 +37,7 @@ def run(heading, **given):
     file = ROOT / "outside" / heading.lower() / "read.py"
     if file.exists():
         return runpy.run_path(str(file), given)
-    section = re.search(rf"\n## {heading}\n(.*?)(?=\n## |\Z)", PAGE.read_text(), re.S)
-    (code,) = re.findall(r"```python\n(.*?)```", section[1], re.S)
-    assert yours(section[1]) == {*given}
+    (code,) = blocks(heading, "python")
+    assert yours(section(heading)) == {*given}
     exec(code, given)
     return given

@@ -221,7 +221,7 @@ def test_help(name):
     [(jm.moonlight, (0.2, 0.2)), (jm.nanochat, (64**-0.5, 4**-0.5))],
 )
 def test_first_steps_of_lora(recipe, expected):
-    """Root mean squares of both factors, as docs/parameters.md states them."""
+    """Root mean squares of both factors; docs/parameters.md has those of moonlight."""
     params = trees.normal({"lora_a": (64, 4), "lora_b": (4, 96)})
     matrices = {"?*": "muon"}
     tx = recipe(1.0, matrices=matrices, weight_decay=0.0, polar=jm.ExactPolar())

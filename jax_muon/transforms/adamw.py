@@ -62,7 +62,7 @@ def adamw(
 
     References:
       Decoupled weight decay, arXiv 1711.05101. nanochat of January 2026 uses b1=0.8,
-      b2=0.95, eps=1e-10, weight_decay=0.0; docs/coming_from.md has its later groups.
+      b2=0.95, eps=1e-10, weight_decay=0.0; examples/nanochat_schedules.py has July.
     """
     tx = optax.chain(
         optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype),

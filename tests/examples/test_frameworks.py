@@ -1,8 +1,11 @@
 """The code of docs/frameworks.md runs, and does as the page says."""
 
+import ast
 import functools
+import inspect
 import re
 import runpy
+import shlex
 
 import equinox as eqx
 import jax
@@ -10,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import yaml
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
@@ -195,3 +199,39 @@ def test_diloco():
         moved = optax.tree.sub(after, shared)
         # The polar factor runs in bfloat16, which has eight bits.
         assert trees.distance(optax.tree.sub(own, shared), moved) < 2**-7
+
+
+# --- configurations -------------------------------------------------------------------
+
+
+def test_configurations_name_what_the_patches_define():
+    """`make test-outside` trains with the patches; here are the names of the page."""
+    patch = {
+        name: (pages.ROOT / "outside" / name / "upstream.patch").read_text()
+        for name in ("maxtext", "levanter", "kauldron")
+    }
+    settings = inspect.signature(jm.nanochat).parameters
+
+    (line,) = pages.blocks("MaxText", "")
+    options = dict(word.split("=", 1) for word in shlex.split(line))
+    assert all(f"\n+{name}: " in patch["maxtext"] for name in {*options} - {"opt_type"})
+    assert f'JAX_MUON = "{options["opt_type"]}"' in patch["maxtext"]
+    assert hasattr(jm, options["jax_muon_recipe"])
+    assert {*yaml.safe_load(options["jax_muon_settings"])} <= {*settings}
+
+    (text,) = pages.blocks("levanter", "yaml")
+    config = yaml.safe_load(text)["optimizer"]
+    assert f'register_subclass("{config.pop("type")}")' in patch["levanter"]
+    assert hasattr(jm, config["recipe"])
+    for name in {*config} - {"learning_rate"}:  # of every optimizer there
+        assert f"\n+    {name}: " in patch["levanter"], name
+
+    (text,) = pages.blocks("kauldron", "")
+    (call,) = (
+        x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Call) and x.keywords
+    )
+    defined = (
+        patch["kauldron"].partition("+def jax_muon(")[2].partition("**settings")[0]
+    )
+    for name in {x.arg for x in call.keywords} - {*settings}:
+        assert f"\n+    {name}: " in defined, name
