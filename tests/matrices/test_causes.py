@@ -192,10 +192,6 @@ def before_frozen(p, x):
     return jnp.sum(jnp.tanh(x @ p["w"]) @ p["out"] @ np.ones((3, 7), np.float32))
 
 
-def largest_apart(p, x):
-    return net(p, x, lambda x, w: x @ w - (x @ w).max(-1, keepdims=True))
-
-
 def straight_through(p, x):
     """The choice of an argmax, whose gradient is that of the softmax."""
     z = jax.nn.softmax(x @ p["w"])
@@ -204,7 +200,6 @@ def straight_through(p, x):
 
 
 forms(NET, [X], before_frozen, {"a frozen matrix in a jit": (jax.jit,)})
-forms(NET, [X], largest_apart, {"a gradient of a maximum": (with_gradient,)})
 forms(
     NET | {"end": floats(3, 2)},
     [X],
@@ -769,22 +764,6 @@ def sequence(p, ids, batch=...):
     return net(p, p["emb"][ids][batch] + p["pos"])
 
 
-@form(
-    "a constant beside data",
-    {**NET, "t1": floats(6, 5), "t2": floats(5, 8)},
-    [X],
-    last=lambda times: 0 * times + 1,
-)
-def consistency(p, x, last=jnp.ones_like):
-    """A network at a time of the data beside one at the last time."""
-
-    def at(times):
-        waves = jnp.sin(times[:, None] * np.arange(1.0, 7.0))
-        return jnp.sum(jnp.tanh(x @ p["w"] + waves @ p["t1"] @ p["t2"]) @ p["out"])
-
-    return at(x[:, 0]) + at(last(x[:, 0]))
-
-
 @form("features of a fixed graph", NET, [floats(7, 3)], "w", features=beside_zeros)
 def of_fixed_graph(p, y, features=lambda y: FEATURES):
     """A graph network of one graph, which the loss closes over."""
@@ -864,6 +843,65 @@ def before_two(p, x):
 )
 def by_constants(p, x):
     return jnp.sum((x * jnp.tanh(ONES @ p["q"] @ p["w"])) @ p["out"])
+
+
+# --- parameters that meet each other or data ------------------------------------------
+
+MATRIX = floats(6, 8)
+IMAGE = {"start": floats(1, 5, 6), "k": floats(3, 6, 8), "out": floats(8, 3)}
+
+
+@answer("rows times numbers", NET, [X], "w")
+def by_rank_one(p, x):
+    return net(p, x, lambda x, w: sum(x[:, i : i + 1] * w[i] for i in range(6)))
+
+
+@answer("rows times each other", {**NET, "s": floats(2, 6)}, [X], "s")
+def rows_that_meet(p, x):
+    return net(p, x * (p["s"][0] * p["s"][1]))
+
+
+@answer("a mean and a deviation", {**NET, "v": MATRIX}, [X, MATRIX], "v")
+def drawn(p, x, noise):
+    return net(p, x, w=lambda w: w + p["v"] * noise)
+
+
+@answer("a product of elements", {**NET, "v": MATRIX}, [X], "v w")
+def by_elements(p, x):
+    return net(p, x, w=lambda w: w * p["v"])
+
+
+@answer("a function of a parameter and data", NET, [X, MATRIX], "w")
+def of_both(p, x, y):
+    return net(p, x, w=lambda w: jnp.tanh(w + y))
+
+
+@answer("factors that met data", TWO, [X, MATRIX, floats(8, 8)], "v w")
+def both_met(p, x, y, z):
+    return net(p, x, w=lambda w: (w + y) @ (p["v"] + z))
+
+
+@answer("experts without gates", {**FOUR, "v": floats(4, 8, 8)}, [X], "v w")
+def without_gates(p, x):
+    y = jnp.tanh(jnp.einsum("ti,eio->teo", x, p["w"]))
+    return jnp.sum(jnp.tanh(jnp.einsum("teo,eof->tf", y, p["v"])) @ p["out"])
+
+
+@answer("a first image", IMAGE, [floats(2, 8)], "k start")
+def first_image(p, z):
+    h = conv(p["start"], p["k"]) + z[:, None]
+    return jnp.sum(jnp.tanh(h) @ p["out"])
+
+
+@answer("a first image for each sample", IMAGE, [floats(2, 8)], start="input")
+def first_images(p, z):
+    return first_image(p | {"start": jnp.repeat(p["start"], 2, 0)}, z)
+
+
+@answer("a fixed filter", {"w": floats(3, 1, 6), **OUT}, [floats(2, 5, 6)], "w")
+def filtered(p, x):
+    kernel = jnp.tensordot(np.ones((3, 3), np.float32), p["w"], 1)
+    return jnp.sum(jnp.tanh(conv(x, kernel, 6)) @ p["out"])
 
 
 # --- factors, norms and last products -------------------------------------------------

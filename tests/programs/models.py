@@ -388,28 +388,6 @@ def kan(p, x, y):
 
 
 @program(
-    floats(BATCH, 20, 3),
-    floats(BATCH, 8, 3),
-    trend=Leaf("head", 20, 8),
-    season=Leaf("head", 20, 8),
-    up=Leaf("io or adamw", 20, HIDDEN),
-    theta=Leaf("io", HIDDEN, 6),
-    norm=Leaf("adamw", 3),
-)
-def forecast_by_trends_and_waves(p, x, y):
-    """DLinear along the time, and a block of N-BEATS with a basis of constants."""
-    x = x * p["norm"]
-    padded = jnp.pad(x, ((0, 0), (2, 2), (0, 0)), mode="edge")
-    slow = lax.reduce_window(padded, 0.0, lax.add, (1, 5, 1), (1, 1, 1), "VALID") / 5
-    ahead = jnp.einsum("btc,th->bhc", slow, p["trend"])
-    ahead += jnp.einsum("btc,th->bhc", x - slow, p["season"])
-    time = np.arange(8, dtype=np.float32) / 8
-    waves = [f(2 * np.pi * k * time) for k in (1, 2, 3) for f in (np.sin, np.cos)]
-    h = jax.nn.relu(x.swapaxes(1, 2) @ p["up"])
-    return squared_error(ahead + (h @ p["theta"] @ np.stack(waves)).swapaxes(1, 2), y)
-
-
-@program(
     floats(BATCH, 12),
     floats(BATCH, 12),
     {"w1": floats(12, HIDDEN), "w2": floats(HIDDEN, WIDTH), "last": floats(WIDTH, 9)},

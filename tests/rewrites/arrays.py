@@ -64,14 +64,6 @@ register_rules(
 # --- parts and choices ----------------------------------------------------------------
 
 
-def by_dynamic_slice(eqn, x):
-    starts, stops = eqn.params["start_indices"], eqn.params["limit_indices"]
-    if eqn.params["strides"] is not None:
-        return None
-    sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
-    return lax.dynamic_slice(x, [*map(jnp.int32, starts)], sizes)
-
-
 def by_taking(eqn, x):
     starts, stops = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * x.ndim
@@ -88,13 +80,7 @@ def top_k_by_argsort(eqn, x):
     return [jnp.take_along_axis(x, at, -1), at.astype(dtype)]
 
 
-register_rules(
-    "parts",
-    {
-        "by dynamic_slice": {"slice": by_dynamic_slice},
-        "taken": {"slice": by_taking},
-    },
-)
+register_rules("parts", {"taken": {"slice": by_taking}})
 register_rules("choices", {"top-k by argsort": {"top_k": top_k_by_argsort}})
 
 

@@ -150,6 +150,7 @@ def fits(case: Case) -> bool:
     return True
 
 
+@functools.cache
 def sample(title: str) -> list[str]:
     """Four programs for a rewrite, and others for the next."""
     names = programs()
