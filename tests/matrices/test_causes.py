@@ -44,11 +44,17 @@ class Case(NamedTuple):
 CASES: dict[str, Case] = {}
 
 
+def add(name, *case):
+    """Each name once."""
+    assert name not in CASES, name
+    CASES[name] = Case(*case)
+
+
 def form(name, params, args, refused="", **change):
     """Register a loss and its form with other keywords, which refuses some leaves."""
 
     def register(loss):
-        CASES[name] = Case(params, args, loss, partial(loss, **change), refused)
+        add(name, params, args, loss, partial(loss, **change), refused)
         return loss
 
     return register
@@ -57,7 +63,7 @@ def form(name, params, args, refused="", **change):
 def forms(params, args, loss, changes):
     """Register functions of a loss as its forms, with the leaves that they refuse."""
     for name, (change, *refused) in changes.items():
-        CASES[name] = Case(params, args, loss, change(loss), *refused)
+        add(name, params, args, loss, change(loss), *refused)
 
 
 def answer(name, params, args, refused="", **roles):
@@ -65,7 +71,7 @@ def answer(name, params, args, refused="", **roles):
     roles = {"out": "head"} | roles if "out" in params else roles
 
     def register(loss):
-        CASES[name] = Case(params, args, loss, None, refused, roles)
+        add(name, params, args, loss, None, refused, roles)
         return loss
 
     return register

@@ -164,12 +164,25 @@ def cayley(params, x):
     return jnp.mean(jnp.tanh(x @ turn) @ params["last"])
 
 
+def opaque_solve(params, x):
+    """A solver without a transposition, by which JAX could tell what it solves."""
+    y = lax.custom_linear_solve(lambda y: params["w"] @ y, x[0], lambda _, b: b)
+    return jnp.sum(jnp.tanh(y @ params["last"]))
+
+
+def summed(params, x):
+    """An axis that is summed before the product has no side."""
+    return jnp.sum(jnp.tanh(x @ params["w"].sum(1)) @ params["last"])
+
+
 BOTH = f"{at(contradiction, 'x @')}, {at(contradiction, 'einsum')}"
 UNREAD = [  # function, shapes of parameters and of x, words
     (contradiction, {"w": (24, 8), "last": (8, 3)}, (5, 24), f"'w': .*{BOTH}"),
     (solve, {"w": (8, 8)}, (8, 8), "it goes into triangular_solve"),
     (hidden, {"w": (8, 8)}, (8, 8), "it goes into pallas_call"),
     (cayley, {"w": (8, 8), "last": (8, 3)}, (5, 8), "it goes into lu"),
+    (opaque_solve, {"w": (8, 8), "last": (8, 3)}, (5, 8), "into custom_linear_solve"),
+    (summed, {"w": (6, 4, 8), "last": (8, 3)}, (5, 6), "axis 1 is "),
     (factors, {"u": (9, 3), "v": (3, 7)}, (9, 7), "any may be data, at"),
     (lambda p, x: x, {"a": (4, 4), "b": (4,)}, (3,), "on none of the 2 parameters"),
 ]

@@ -367,27 +367,6 @@ def convex_potentials(p, source, target):
 
 
 @program(
-    floats(BATCH, 7),
-    floats(BATCH),
-    base1=Leaf("io or adamw", 7, WIDTH),
-    spline1=Leaf("ioi", 7, WIDTH, 5),
-    base2=Leaf("io", WIDTH, 3),
-    spline2=Leaf("ioi", WIDTH, 3, 5),
-    out=Leaf("adamw", 3),
-)
-def kan(p, x, y):
-    """Kolmogorov-Arnold layers: a spline for each pair of an input and an output."""
-    knots = np.linspace(-1, 1, 5, dtype=np.float32)
-
-    def layer(x, base, spline):
-        basis = jnp.exp(-((x[..., None] - knots) ** 2) * 8)
-        return jax.nn.silu(x) @ base + jnp.einsum("bik,iok->bo", basis, spline)
-
-    x = jnp.tanh(layer(x, p["base1"], p["spline1"]))
-    return squared_error(layer(x, p["base2"], p["spline2"]) @ p["out"], y)
-
-
-@program(
     floats(BATCH, 12),
     floats(BATCH, 12),
     {"w1": floats(12, HIDDEN), "w2": floats(HIDDEN, WIDTH), "last": floats(WIDTH, 9)},
