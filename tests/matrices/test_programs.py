@@ -55,6 +55,12 @@ def test_reading(name):
         assert {x.scanned for x in layers} == SCANNED[name]
 
 
+def test_most_leaves_are_right_at_once():
+    leaves = sum(len(x.answers) for x in PROGRAMS.values())
+    refused = sum(len(paths) for paths, _ in REFUSED.values())
+    assert refused < 0.05 * leaves
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_rules_decide(name):
     """What a refusal asks for decides about all parameters, also those without one."""

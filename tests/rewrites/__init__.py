@@ -17,16 +17,6 @@ from tests.rewrites import (  # noqa: F401, they register rewrites
     parameters,
     sizes,
 )
-from tests.rewrites.case import (
-    REWRITES,
-    changes,
-    programs,
-    sample,
-)
+from tests.rewrites.case import REWRITES, changes, programs, sample
 
-__all__ = [
-    "REWRITES",
-    "changes",
-    "programs",
-    "sample",
-]
+__all__ = ["REWRITES", "changes", "programs", "sample"]
