@@ -857,6 +857,13 @@ MATRIX = floats(6, 8)
 IMAGE = {"start": floats(1, 5, 6), "k": floats(3, 6, 8), "out": floats(8, 3)}
 
 
+@answer("functions of a matrix", NET, [X])
+def of_functions(p, x):
+    known = [lax.asinh, lax.acosh, lax.atanh, lax.ceil, lax.exp2, lax.expm1, lax.cbrt]
+    known += [lax.tan, lax.cosh, lax.sign, lax.erf_inv, lax.cumprod, lax.cumlogsumexp]
+    return net(p, x, w=lambda w: sum((f(w) for f in known), w))
+
+
 @answer("rows times numbers", NET, [X], "w")
 def by_rank_one(p, x):
     return net(p, x, lambda x, w: sum(x[:, i : i + 1] * w[i] for i in range(6)))
