@@ -349,20 +349,21 @@ def _chosen(value: Value, result: Value, shape: Shape, along: Sequence[int]) -> 
     return replace(result.bare(shape), chosen=frozenset(chosen), gate="")
 
 
-@rule("top_k", "sort")
+@rule("top_k", "approx_top_k", "sort")
 def _top_k(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """The largest elements and their numbers."""
-    shape = shape_of(eqn.outvars[0])
-    axis = eqn.params.get("dimension", len(shape) - 1)
+    shape, name = shape_of(eqn.outvars[0]), eqn.primitive.name
+    along = {"sort": "dimension", "top_k": "axis"}.get(name, "reduction_dimension")
+    axis = eqn.params[along] % len(shape)
     source = {a: a for a in range(len(shape)) if a != axis}
     first, *others = [x.moved(lambda of: v.placed(of, source, shape)) for x in values]
     first = replace(first, gate="", scaled={})
-    if eqn.primitive.name == "sort" and not others:
+    if name == "sort" and not others:
         return [first]
     numbers = _chosen(values[0], first, shape, [axis])
     trace.routes(eqn, [numbers, *others])
     sure = frozenset((use, True) for use, _ in numbers.chosen)
     results = [v.joined([x, numbers]) for x in others]
     results = results or [replace(numbers, chosen=sure)]
-    is_top_k = eqn.primitive.name == "top_k"
+    is_top_k = name != "sort"
     return [replace(first, chosen=numbers.chosen) if is_top_k else first, *results]

@@ -488,6 +488,14 @@ forms(
     {
         "gates above a threshold": (above(lambda g: jnp.sort(g, -1)[:, 1:2]), "gate w"),
         "gates of a top-k in the product": (gates_first, "w"),
+        "gates above a top-k along the first axis": (
+            above(lambda g: lax.top_k(g.T, 3, axis=0)[0][2:].T),
+            "w",
+        ),
+        "gates above an approximate top-k along the first axis": (
+            above(lambda g: lax.approx_max_k(g.T, 3, -2)[0][2:].T),
+            "w",
+        ),
     },
 )
 

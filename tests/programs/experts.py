@@ -82,6 +82,15 @@ def moe_ragged_dot(x, p):
     return (y * weights[..., None]).sum(2)
 
 
+@language_model(**ROUTED)
+def moe_by_an_approximate_top_k(x, p):
+    """`approx_max_k` chooses, and matrices are gathered."""
+    weights, chosen = lax.approx_max_k(jax.nn.softmax(x @ p["choose"]), 2)
+    up, down = p["up"][chosen], p["down"][chosen]
+    hidden = jax.nn.gelu(jnp.einsum("btd,btkdf->btkf", x, up))
+    return jnp.einsum("btkf,btkfd,btk->btd", hidden, down, weights)
+
+
 @between(
     **ROUTED,
     q=Leaf("ioo, query", WIDTH, 4, 6),
