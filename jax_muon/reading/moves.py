@@ -224,7 +224,9 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         of = v.placed(parts, source, shape)
         return (*of[:axis], of[axis] + mark, *of[axis + 1 :])
 
-    return together(trace, eqn, [x.moved(marked) for x in values], axis)
+    result = together(trace, eqn, [x.moved(marked) for x in values], axis)
+    is_hot = v.joined(values).gate == v.HOT  # beside a column of ones, too
+    return replace(result, gate=v.HOT) if is_hot else result
 
 
 def together(
