@@ -353,10 +353,13 @@ def _chosen(value: Value, result: Value, shape: Shape, along: Sequence[int]) -> 
 
 @rule("top_k", "approx_top_k", "sort")
 def _top_k(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """The largest elements and their numbers."""
+    """The largest elements and their numbers.
+
+    Values of a top-k say what was chosen, as a threshold does; all sorted ones do not.
+    """
     shape, name = shape_of(eqn.outvars[0]), eqn.primitive.name
     along = {"sort": "dimension", "top_k": "axis"}.get(name, "reduction_dimension")
-    axis = eqn.params[along] % len(shape)
+    axis = eqn.params.get(along, -1) % len(shape)
     source = {a: a for a in range(len(shape)) if a != axis}
     first, *others = [x.moved(lambda of: v.placed(of, source, shape)) for x in values]
     first = replace(first, gate="", scaled={})

@@ -223,7 +223,8 @@ def test_the_readme_has_steps_on_a_gpu():
     for case, cells in rows.items():
         model, layers = case.split(", ")
         row = cells_on_a_card(names[model], layers)
-        assert cells == [row[x] for x in ("jax_muon", "no kernels", "optax", "PyTorch")]
+        names_of = ("jax_muon", "no kernels", "optax", "PyTorch", "adamw")
+        assert cells == [row[x] for x in names_of]
     assert len(rows) == 3
 
 
