@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
@@ -201,14 +202,20 @@ def _deciding(
     doubtful: Sequence[Parameter],
     read: Callable[[list[str]], dict[str, Parameter]],
 ) -> str:
-    """Which rule "adamw" decides most, as of queries and the kernels they meet."""
-    kinds: dict[str, list[str]] = {}
+    """Which rule "adamw" decides most, as of queries and the kernels they meet.
+
+    Of those with one doubt: each kind of them is one more reading.
+    """
+    kinds: dict[str, list[Parameter]] = {}
     for x in doubtful:
-        kinds.setdefault(trees.numberless(x.path), []).append(x.path)
-    decided = {
-        paths[0]: {x.path for x in doubtful if not read(paths)[x.path].doubt} - {*paths}
-        for paths in (kinds.values() if len(kinds) > 1 else ())
-    }
+        kinds.setdefault(trees.numberless(x.path), []).append(x)
+    doubts = Counter(kind[0].doubt for kind in kinds.values())
+    decided: dict[str, set[str]] = {}
+    for kind in [x for x in kinds.values() if doubts[x[0].doubt] > 1]:
+        paths = [x.path for x in kind]
+        left = read(paths)
+        known = {x.path for x in doubtful if not left[x.path].doubt}
+        decided[paths[0]] = known - {*paths}
     best = max(decided, key=lambda path: len(decided[path]), default="")
     if not decided.get(best):
         return ""
