@@ -168,6 +168,9 @@ def attention_to_the_best_keys(x, p):
     return x + out_of_heads(jnp.einsum("bhts,bshk->bthk", scores, v), p)
 
 
+# --- other attention, and routing of tokens -------------------------------------------
+
+
 def rope_complex(x):
     """Pairs of elements of (batch, time, heads, head), turned by their position."""
     angle = jnp.arange(x.shape[1])[:, None] * 10.0 ** -jnp.arange(x.shape[-1] // 2)

@@ -104,7 +104,6 @@ ANY = {
     "times a mask of ones": lambda w: w * jnp.ones_like(w),
     "plus zeros": lambda w: jnp.zeros_like(w) + w,
     "half and half": lambda w: 0.5 * w + 0.5 * w,
-    "half of it frozen": lambda w: (w + lax.stop_gradient(w)) / 2,
     "frozen": lax.stop_gradient,
     "bfloat16 and back": lambda w: w.astype(jnp.bfloat16).astype(w.dtype),
     "kept in bfloat16": lambda w: w.astype(jnp.bfloat16),

@@ -23,7 +23,6 @@ SIZES = {
     "one head": {"HEADS": 1, "HEAD": 24},
     "one expert": {"EXPERTS": 1},
     "all 16": equal(16, HEADS=4, HEAD=4),
-    "all 8 or 64": equal(64, BATCH=8, LENGTH=8, EXPERTS=8, HEADS=8, HEAD=8),
     "equal widths": {"WIDTH": 24, "HIDDEN": 24, "VOCAB": 24},
     "as many samples as widths": {"BATCH": 24, "LENGTH": 24, "HIDDEN": 24},
     "the widest of all": {"WIDTH": 240, "HEAD": 60},
