@@ -215,9 +215,10 @@ def spec_of(layout: LayoutByPath, path: str, x: Array) -> PartitionSpec:
 def specs_of(
     flat: Sequence[tuple[str, Array]],
 ) -> tuple[Mesh | AbstractMesh | None, list[PartitionSpec]]:
-    """The mesh of these arrays, or None on one device, and how they are sharded.
+    """The mesh of the arrays that `orthogonalize` gets, and how they are sharded.
 
-    The layout of `on_mesh` says it, or types on Explicit axes show it. Raises a
+    The mesh is None where every array is whole: without one, and inside shard_map. The
+    layout of `on_mesh` says it, or types on Explicit axes show it. Raises a
     ValueError for an array on a mesh of which neither does.
     """
     check_same_everywhere("orthogonalize", flat)

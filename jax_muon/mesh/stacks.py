@@ -43,8 +43,9 @@ SMALL = 65536
 class Shards(NamedTuple):
     """One device's shards of a batch of matrices.
 
-    Of 12 matrices (768, 3072) whose rows 8 devices divide: shape (12, 96, 3072), rows
-    ("data",), and no mesh axes over the batch and the columns.
+    Of scanned layers (12, 768, 3072) whose rows 8 devices divide: shape (12, 96, 3072),
+    rows ("data",), and no mesh axes over the batch and the columns. 12 separate layers
+    (768, 3072) are 12 of these, of shape (1, 96, 3072).
     """
 
     shape: tuple[int, int, int]  # (count, rows, columns)
@@ -57,7 +58,11 @@ class Shards(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Matrices of one shape, dtype and sharding, as each device has shards of them."""
+    """Matrices of one shape, dtype and sharding, as each device has shards of them.
+
+    12 separate layers are one stack, with counts (1,) * 12. On hosts 2 x gpus 4 of
+    which the gpus divide rows, repeats is ("hosts",), divides ("gpus",), devices 8.
+    """
 
     members: tuple[int, ...]  # the batches that they come from
     counts: tuple[int, ...]  # of matrices in each of these
@@ -94,8 +99,8 @@ class Stack:
 class Round:
     """Rests that travel together: each device gets one of these matrices, or none.
 
-    On 8 devices, rests of 4, 3 and 2 matrices are a round from device 0 on with counts
-    (4, 3, 1) and one from device 0 on with (1,).
+    On 8 devices, rests of 4, 3 and 2 matrices are a round with counts (4, 3, 1) and one
+    with (1,). From device 3 on, a round of 4 is dealt to devices 3 to 6.
     """
 
     stacks: tuple[Stack, ...]
@@ -161,8 +166,8 @@ def _rounds(stacks: Sequence[Stack], start: int) -> Iterator[Round]:
     """Deal the rests of stacks to devices in turn, the largest matrices first.
 
     Rests of 12 ups and downs of a GPT and of 4 queries on 8 devices are 4, 4 and 4: a
-    round of ups and downs, and one of queries. A device without a matrix sends as many
-    zeros, so a round takes matrices of any size until all devices have one.
+    round of ups and downs, and one of queries. A device without a matrix sends zeros as
+    long as the largest one, so smaller matrices travel in its place for nothing.
     """
     groups: dict[object, list[Stack]] = {}  # of the matrices of rests
     ends: dict[object, int] = {}  # where the round before ended, by mesh axes
@@ -197,7 +202,7 @@ def map_shards(
        the same time;
     3. batches: stacks are split into the batches that they came from.
     """
-    pieces: dict[Stack, list[Array]] = {}  # of factors, a row of elements for each
+    pieces: dict[Stack, list[Array]] = {}  # of factors, in order, shaped in step 3
     rests: dict[Stack, Array] = {}
     for number, stack in enumerate(stacks):
         x = jnp.concatenate([batches[index] for index in stack.members])
@@ -268,8 +273,9 @@ def _exchanged(
 ) -> Float[Array, "devices width"]:
     """Send each device its row, and get back what it computes from all such rows.
 
-    On 2 hosts that repeat the shards of their 8 GPUs, 16 rows: each host takes 8 of
-    them, its GPUs compute one each, and the hosts gather all 16.
+    On 8 devices, row d of (8, width) goes to device d, which computes from 8 rows, one
+    of each sender, and sends them back. On 2 hosts that repeat the shards of their 8
+    GPUs there are 16 rows: each host takes 8 of them, and in the end gathers all 16.
     """
     if stack.repeats:
         mine = len(rows) // jax.lax.axis_size(stack.repeats)
@@ -279,7 +285,6 @@ def _exchanged(
     swap = functools.partial(
         jax.lax.all_to_all, axis_name=stack.divides, split_axis=0, concat_axis=0
     )
-    # Row d goes to device d, and then there is one of every sender: (senders, width).
     rows = swap(rows, tiled=True) if stack.divides else rows
     rows = compute(rows)
     rows = swap(rows, tiled=True) if stack.divides else rows
