@@ -8,7 +8,7 @@ over more mesh axes than the parameters, and updates go out sharded like these. 
 """
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -203,8 +203,7 @@ class MeshOptimizer:
         placed, _ = self.place(updates if params is None else params)
         updates, params = on_devices((updates, params))
         updates, state = self.update_on_devices(updates, state, params, **extra_args)
-        kinds = placed.memory_kinds
-        return to_memory(updates, placed.mesh, placed.param_specs, kinds), state
+        return to_memory(updates, placed.shardings), state
 
     def update_on_devices(
         self, updates: PyTree, state: PyTree, params: PyTree, **extra_args: Any
@@ -237,11 +236,12 @@ class MeshOptimizer:
             # 4. Leave; state is constrained by `_on_auto_axes`.
             return self._gathered(updates, placed), state
 
-        kinds = list(map(_memory_kind, jax.tree.leaves(state)))
+        kinds = map(_memory_kind, jax.tree.leaves(state))
+        shardings = map(functools.partial(spelled, placed.mesh), known.specs, kinds)
         args = updates, on_devices(state), params, arrays
         specs = [*placed.param_specs, *known.specs]
         updates, state = _on_auto_axes(update, placed, args, specs)
-        return updates, to_memory(state, placed.mesh, known.specs, kinds)
+        return updates, to_memory(state, shardings)
 
     def _gathered(self, updates: PyTree, placed: Placed) -> PyTree:
         """Updates sharded like the parameters, which devices send in `gather_dtype`."""
@@ -389,18 +389,14 @@ def on_devices(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.device_put(x, to) if _memory_kind(x) else x, tree)
 
 
-def to_memory(
-    tree: PyTree,
-    mesh: Mesh,
-    specs: Sequence[PartitionSpec],
-    kinds: Sequence[str | None],
-) -> PyTree:
-    """Arrays in these kinds of memory, one for each leaf; None is a device's."""
+def to_memory(tree: PyTree, shardings: Iterable[NamedSharding]) -> PyTree:
+    """Arrays of devices in the memory of these shardings, one for each leaf."""
     treedef: PyTreeDef
     leaves, treedef = jax.tree.flatten(tree)
+    rows = zip(leaves, shardings, strict=True)
     return treedef.unflatten(
-        jax.device_put(x, spelled(mesh, spec, kind)) if kind else x
-        for x, spec, kind in zip(leaves, specs, kinds, strict=True)
+        x if to.memory_kind in (None, "device") else jax.device_put(x, to)
+        for x, to in rows
     )
 
 
