@@ -8,7 +8,7 @@ over more mesh axes than the parameters, and updates go out sharded like these. 
 """
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -203,7 +203,8 @@ class MeshOptimizer:
         placed, _ = self.place(updates if params is None else params)
         updates, params = on_devices((updates, params))
         updates, state = self.update_on_devices(updates, state, params, **extra_args)
-        return to_memory(updates, placed.shardings), state
+        kinds = placed.memory_kinds
+        return to_memory(updates, placed.mesh, placed.param_specs, kinds), state
 
     def update_on_devices(
         self, updates: PyTree, state: PyTree, params: PyTree, **extra_args: Any
@@ -236,12 +237,11 @@ class MeshOptimizer:
             # 4. Leave; state is constrained by `_on_auto_axes`.
             return self._gathered(updates, placed), state
 
-        kinds = map(_memory_kind, jax.tree.leaves(state))
-        shardings = map(functools.partial(spelled, placed.mesh), known.specs, kinds)
+        kinds = list(map(_memory_kind, jax.tree.leaves(state)))
         args = updates, on_devices(state), params, arrays
         specs = [*placed.param_specs, *known.specs]
         updates, state = _on_auto_axes(update, placed, args, specs)
-        return updates, to_memory(state, shardings)
+        return updates, to_memory(state, placed.mesh, known.specs, kinds)
 
     def _gathered(self, updates: PyTree, placed: Placed) -> PyTree:
         """Updates sharded like the parameters, which devices send in `gather_dtype`."""
@@ -389,14 +389,18 @@ def on_devices(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.device_put(x, to) if _memory_kind(x) else x, tree)
 
 
-def to_memory(tree: PyTree, shardings: Iterable[NamedSharding]) -> PyTree:
-    """Arrays of devices in the memory of these shardings, one for each leaf."""
+def to_memory(
+    tree: PyTree,
+    mesh: Mesh,
+    specs: Sequence[PartitionSpec],
+    kinds: Sequence[str | None],
+) -> PyTree:
+    """Arrays in these kinds of memory, one for each leaf; None is a device's."""
     treedef: PyTreeDef
     leaves, treedef = jax.tree.flatten(tree)
-    rows = zip(leaves, shardings, strict=True)
     return treedef.unflatten(
-        x if to.memory_kind in (None, "device") else jax.device_put(x, to)
-        for x, to in rows
+        jax.device_put(x, spelled(mesh, spec, kind)) if kind else x
+        for x, spec, kind in zip(leaves, specs, kinds, strict=True)
     )
 
 

@@ -254,7 +254,8 @@ class TrainStep:
             params,
             optax.apply_updates(params, updates),
         )
-        return to_memory(after, placed.shardings), state, metrics
+        kinds = placed.memory_kinds
+        return to_memory(after, mesh, placed.param_specs, kinds), state, metrics
 
     def _communicator(self, placed: Placed) -> Communicator:
         axes, dtype = placed.mesh.axis_names, self.tx.optimizer.gather_dtype
