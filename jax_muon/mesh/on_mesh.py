@@ -201,6 +201,8 @@ class MeshOptimizer:
         self, updates: PyTree, state: PyTree, params: PyTree, **extra_args: Any
     ) -> Updated:
         placed, _ = self.place(updates if params is None else params)
+        # Parameters may be in the host's memory: updates are computed on devices, and
+        # go where the parameters are.
         updates, params = on_devices((updates, params))
         updates, state = self.update_on_devices(updates, state, params, **extra_args)
         kinds = placed.memory_kinds
