@@ -179,6 +179,7 @@ forms(
         "rows mapped": (of(lambda w: lax.map(lambda row: 2 * row, w)), "w"),
         "w[i, j]": (of(lambda w: w[np.arange(6)[:, None], np.arange(8)]), "w"),
         "set in a buffer": (of(lambda w: jnp.zeros((3, 6, 8)).at[1].set(w)[1]), "w"),
+        "less a number": (of(lambda w: w.at[0].subtract(1.0)),),
         "an identity after": (of(lambda w: w @ np.eye(8, dtype="f")), "w"),
         "one row": (by(lambda x, w: x[:, :1] @ w[:1] + x[:, 1:] @ w[1:]), "w"),
         "outputs one by one": (by(columns), "w"),
@@ -487,6 +488,10 @@ forms(
     above(lambda gates: lax.top_k(gates, 3)[0][:, 2:])(experts),
     {
         "gates above a threshold": (above(lambda g: jnp.sort(g, -1)[:, 1:2]), "gate w"),
+        "gates above a quantile": (
+            above(lambda gates: jnp.quantile(gates, 0.5, -1, keepdims=True)),
+            "gate w",
+        ),
         "gates of a top-k in the product": (gates_first, "w"),
         "gates above a top-k along the first axis": (
             above(lambda g: lax.top_k(g.T, 3, axis=0)[0][2:].T),
@@ -517,10 +522,29 @@ forms(
 )
 
 
+def in_one_hots(places):
+    return jax.nn.one_hot(places, 4).sum(1)
+
+
+def with_ones(places):
+    return jnp.zeros((5, 4)).at[np.arange(5)[:, None], places].set(1.0)
+
+
+@form("places of the largest gates", EXPERTS, [X], "w", gates=with_ones)
+def of_places(p, x, gates=in_one_hots):
+    return experts(p, x, lambda z: gates(lax.top_k(z, 2)[1]))
+
+
 def added_in_a_scan(y):
     return lax.scan(lambda z, row: (z + row, None), jnp.zeros_like(y[0]), y)[0]
 
 
+def as_one_segment(y):
+    return jax.ops.segment_sum(y, np.zeros(4, int), 1)[0]
+
+
+@form("experts by ones", EXPERTS, [X], add=lambda y: jnp.tensordot(ONES[0, :4], y, 1))
+@form("experts as one segment", EXPERTS, [X], add=as_one_segment)
 @form("experts added in a scan", EXPERTS, [X], "w", add=added_in_a_scan)
 @form(
     "experts times ones", EXPERTS, [X], add=lambda y: jnp.tensordot(ONES[0, :4], y, 1)

@@ -16,7 +16,6 @@ from tests.programs.parts import (
     HIDDEN,
     LENGTH,
     PER_HEAD,
-    SQUARE,
     TOKENS,
     UP_DOWN,
     UP_DOWN_EXPERTS,
@@ -261,41 +260,6 @@ def capacity_by_sorted_tokens(x, p):
     s = p["shared"]
     shared = (jax.nn.silu(flat @ s["gate"]) * (flat @ s["up"])) @ s["down"]
     return x + ((y * weights[..., None]).sum(1) + shared).reshape(x.shape)
-
-
-@between(
-    q=Leaf("io", WIDTH, 2 * WIDTH),
-    k=Leaf("io", WIDTH, 2 * WIDTH),
-    v=SQUARE,
-    o=SQUARE,
-    **dict.fromkeys(("q1", "k1", "q2", "k2"), Leaf("adamw", HEAD)),
-    gain=Leaf("adamw", HEAD),
-)
-def differential_attention(x, p):
-    """The difference of two softmaxes, weighed by a scalar of four vectors."""
-    h = rms(x)
-    q, k = (heads(h @ p[name], 2 * HEADS) for name in "qk")
-    a = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / math.sqrt(HEAD))
-    a = a.reshape(a.shape[0], HEADS, 2, *a.shape[2:])
-    first, second = (jnp.exp(jnp.dot(p[f"q{i}"], p[f"k{i}"])) for i in (1, 2))
-    weight = first - second + 0.8
-    a = a[:, :, 0] - weight * a[:, :, 1]
-    y = jnp.einsum("bhts,bshd->bthd", a, heads(h @ p["v"]))
-    y = rms(y) * p["gain"] * 0.2
-    return x + y.reshape(x.shape) @ p["o"]
-
-
-@between(
-    **dict.fromkeys("qkv", Leaf("ioo or ibo", WIDTH, HEADS, HEAD)), o=PER_HEAD["o"]
-)
-def linear_attention(x, p):
-    """Positive features; sums of keys and values over the past are cumulative."""
-    q, k, v = (jnp.einsum("btd,dhk->bhtk", rms(x), p[n]) for n in "qkv")
-    q, k = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
-    kv = jnp.cumsum(jnp.einsum("bhtk,bhtv->bhtkv", k, v), 2)
-    total = jnp.einsum("bhtk,bhtk->bht", q, jnp.cumsum(k, 2)) + 1e-6
-    y = jnp.einsum("bhtk,bhtkv->bhtv", q, kv) / total[..., None]
-    return x + jnp.einsum("bhtv,hvd->btd", y, p["o"])
 
 
 @between(weight=Leaf("adamw", WIDTH, 1), att=ATTENTION, **UP_DOWN)

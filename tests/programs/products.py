@@ -160,13 +160,6 @@ def masked_weights(p, masks, ids):
     return with_attention(up_down)({**p, "up": up, "down": down}, ids)
 
 
-@program(key(), TOKENS, **MODEL, **UP_DOWN)
-def noisy_weights(p, noise_key, ids):
-    """Noise is added to all parameters before the model sees them."""
-    p = jax.tree.map(lambda x: x + jax.random.normal(noise_key, x.shape), p)
-    return with_attention(up_down)(p, ids)
-
-
 @program(TOKENS, floats(1, HIDDEN), **MODEL, **UP_DOWN)
 def spectral_norm_with_the_gradient_of_the_norm(p, ids, u):
     """A power iteration multiplies the matrix by a vector of state first."""
