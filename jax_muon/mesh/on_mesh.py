@@ -8,6 +8,7 @@ over more mesh axes than the parameters, and updates go out sharded like these. 
 """
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -275,7 +276,7 @@ class PlacedState(NamedTuple):
     specs: list[PartitionSpec]  # of its leaves
     parameters: Parameters  # as transforms record how they are read
     # Arrays that every device has whole, as nothing shows how to shard them.
-    unknown: list[str]
+    whole: list[str]
 
     def on(self, mesh: Mesh) -> PyTree:
         """Shapes and dtypes, with shardings."""
@@ -288,10 +289,10 @@ def trace_init(
 ) -> PlacedState:
     """The state of parameters that are sharded as gradients and state are.
 
-    On Explicit axes types show it: of a parameter f32[768,3072@data], momentum has the
-    same type, a mean over the last axis f32[768]. JAX cannot type all that an `init`
-    may do; then the path and the shape of each array decide, and if they leave a
-    choice, every device has all of it.
+    On Explicit axes types show it: of a parameter f32[768@data,3072], momentum has the
+    same type, a mean over the last axis f32[768@data], and jnp.zeros(p.shape) none: it
+    is whole. JAX cannot type all that an `init` may do; then the path and the shape of
+    each array decide, and if they leave a choice, every device has all of it.
     """
     mesh, outside = array_types.explicit(placed.mesh), jax.sharding.get_abstract_mesh()
     with array_types.in_mesh_context(users_mesh=outside):
@@ -299,16 +300,18 @@ def trace_init(
             with jax.sharding.use_abstract_mesh(mesh):
                 types = array_types.typed(params, placed.state_specs, mesh)
                 state, recorded = facts.eval_shape(tx.init, types)
-            found = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(state)]
-            return PlacedState(state, found, recorded[Read].leaves, [])
-        except Exception:  # an error that is not about types comes again
+            flat = trees.leaves_with_paths(state)
+            found = [jax.typeof(x).sharding.spec for _, x in flat]
+            pairs = zip(jax.tree.leaves(params), placed.state_specs, strict=True)
+            large = min((x.size for x, spec in pairs if any(spec)), default=math.inf)
+        except Exception:  # an error of `init` itself is raised again here
             shapes = array_types.shapes_of(params)
             state, recorded = facts.eval_shape(tx.init, shapes)
-    flat = trees.leaves_with_paths(state)
-    found = [placed.spec_by_path(path, jnp.shape(x)) for path, x in flat]
+            flat, large = trees.leaves_with_paths(state), 2
+            found = [placed.spec_by_path(path, jnp.shape(x)) for path, x in flat]
     rows = zip(flat, found, strict=True)
-    unknown = [path for (path, x), spec in rows if x.size > 1 and not any(spec)]
-    return PlacedState(state, found, recorded[Read].leaves, unknown)
+    whole = [path for (path, x), spec in rows if x.size >= large and not any(spec)]
+    return PlacedState(state, found, recorded[Read].leaves, whole)
 
 
 def _constrained(tree: PyTree, specs: Sequence[PartitionSpec]) -> PyTree:

@@ -84,8 +84,8 @@ class Description:
         "gradients": their sums; "gathers": updates, or parameters at the start of a
         step. Layers of `scan_layers` are counted once although they are gathered twice.
         In plain jit the last two are over `divide` alone: the rest is the loss's.
-      unsharded_state: paths of state that every device has whole, because JAX cannot
-        type the optimizer's `init` on a mesh and no parameter has their path or shape.
+      unsharded_state: paths of state that every device has whole, although parameters
+        of its size are divided: `init` shows no sharding, as jnp.zeros(p.shape).
       kernels: shapes (m, n), m <= n, whose polar factors take kernels for Hopper GPUs.
     """
 
@@ -173,7 +173,7 @@ class Description:
         lines.append(f"each sends in a step{beside}: {_bytes_text(self.sent_bytes)}")
         if self.unsharded_state:
             paths = ", ".join(self.unsharded_state)
-            lines.append(f"whole on every device, as JAX cannot type its init: {paths}")
+            lines.append(f"whole on every device, as init shows no sharding: {paths}")
         return lines
 
 
@@ -241,11 +241,11 @@ def describe(
     sizes = orthogonalized.sizes
     summed: tuple[str, ...] = ()
     by_layer: dict[str, bool | None] = {}
-    unknown: list[str] = []
+    whole: list[str] = []
     for placed, known in recorded[OnMeshes]:  # one, perhaps inside of a chain
         before = dataclasses.replace(placed, state_specs=placed.param_specs)
         state = trace_init(tx, shapes, before).on(placed.mesh)
-        unknown += known.unknown
+        whole += known.whole
         sizes |= placed.mesh.shape
         summed = placed.mesh.axis_names if gathers else placed.divide
         both = zip(placed.param_specs, placed.state_specs, strict=True)
@@ -304,7 +304,7 @@ def describe(
             "state": sum(map(_bytes_on_a_device, jax.tree.leaves(state))),
         },
         sent,
-        tuple(unknown),
+        tuple(whole),
         tuple(sorted(shape for shape, taken in recorded[Kernels].items() if taken)),
     )
 
