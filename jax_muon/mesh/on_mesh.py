@@ -149,10 +149,10 @@ class MeshOptimizer:
     def place(self, params: PyTree) -> tuple[Placed, "PlacedState"]:
         """Where parameters, their gradients and their state are.
 
-        A trace of `tx.init` shows which axes of a leaf are layers, which `divide` takes
-        last, and needs types that are divided already. So it starts without: (8, 64,
-        256) that 8 devices divide is P("data", None, None) at first. If these are
-        layers it is P(None, "data", None), and `tx.init` is traced again.
+        `divide` takes axes of layers last; a trace of `tx.init` shows these, and needs
+        types that are divided already. So nothing counts as a layer at first: (8, 64,
+        256) that 8 devices divide is P("data", None, None). If the trace shows that
+        these are layers it is P(None, "data", None), and `tx.init` is traced again.
         """
         leaves, treedef = jax.tree.flatten(params)
         # Types have shardings on Explicit axes. Shapes may lack them, which is refused.
@@ -229,8 +229,9 @@ class MeshOptimizer:
         def update(
             updates: PyTree, state: PyTree, params: PyTree, arrays: PyTree
         ) -> Updated:
-            # 2. Enter: under ZeRO-2 on 8 devices, a gradient (768, 3072) that each
-            # device has a part of the sum of becomes shards (96, 3072) of the sum.
+            # 2. Enter: under ZeRO-2 on 8 devices, a gradient (768, 3072) becomes shards
+            # (96, 3072). From a train step it is these already; in plain jit each
+            # device has a part of the sum, and XLA chooses how to add and divide them.
             updates = _constrained(updates, placed.state_specs)
             if params is not None:
                 params = _constrained(params, placed.state_specs)
@@ -255,8 +256,8 @@ class MeshOptimizer:
             x if old == new else x.astype(sent_dtype(x.dtype, self.gather_dtype))
             for x, old, new in rows
         ]
-        sent = _constrained(sent, placed.state_specs)
-        sent = _constrained(sent, placed.param_specs)
+        sent = _constrained(sent, placed.state_specs)  # so that XLA casts shards,
+        sent = _constrained(sent, placed.param_specs)  # and gathers what is cast
         return treedef.unflatten(
             x.astype(like.dtype) for x, like in zip(sent, leaves, strict=True)
         )
@@ -347,13 +348,13 @@ def _on_auto_axes(
     outside = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in axis_types:
         outside = placed.mesh.abstract_mesh
-    # For `describe` also on a mesh with Auto axes: types show the state.
+    # `trace_init` calls this on an Explicit copy of an Auto mesh: ask the mesh around.
     is_explicit = AxisType.Explicit in outside.axis_types
     treedef: PyTreeDef = jax.tree.structure(None)
 
     def run(*args: PyTree) -> list[Array]:
         nonlocal treedef
-        # Devices that are named on Auto axes would be those of all other results, too.
+        # Constraints want Auto axes: those of `auto_axes`, if the user's are Explicit.
         mesh = jax.sharding.get_abstract_mesh() if is_explicit else placed.mesh
         by_path = dict(zip(placed.paths, placed.state_specs, strict=True))
         layout = array_types.LayoutByPath(mesh, by_path)
@@ -376,7 +377,7 @@ def _on_auto_axes(
             "optax.inject_hyperparams, use "
             "on_mesh(optax.inject_hyperparams(...)(...), where)"
         ) from error
-    if AxisType.Explicit in axis_types:  # the only way to name the devices
+    if AxisType.Explicit in axis_types:  # types have an abstract mesh: name devices
         shardings = list(map(functools.partial(spelled, placed.mesh), specs))
         leaves = jax.jit(lambda x: x, out_shardings=shardings)(leaves)
     return treedef.unflatten(leaves)
