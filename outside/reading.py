@@ -1,6 +1,7 @@
 """The models of `benchmarks.reading_models` as cases of a test in their environment."""
 
 import importlib
+import re
 from typing import Any
 
 import pytest
@@ -21,7 +22,14 @@ def models(environment: str) -> list[Any]:
     ]
 
 
+# Tables of relative positions, which need a rule, as "adamw" and "ioo".
+LEFT = re.compile(
+    r"refused xlnet_encoder_N/(rel_attn/encoding/kernel|segment_encoding) "
+)
+
+
 def check(model: Model) -> None:
-    """No leaf is read wrongly, and none is left to the user."""
-    counts, kinds = read_model(model)
-    assert counts["wrong"] == counts["refused"] == 0, kinds
+    """No leaf is read wrongly, and none but those of `LEFT` is left to the user."""
+    _, kinds = read_model(model)
+    kinds = [x for x in kinds if x.startswith(("wrong", "refused"))]
+    assert all(map(LEFT.match, kinds)), kinds
