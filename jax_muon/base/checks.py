@@ -173,6 +173,14 @@ def trained(model: PyTree) -> PyTree:
     return model
 
 
+def check_no_text(name: str, tree: PyTree) -> None:
+    """No leaf may be a string, such as the name of a data set in a batch."""
+    for keys, x in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(x, str | bytes):
+            where = f"{name}{jax.tree_util.keystr(keys)}"
+            refuse(where, x, "an array; leave out, or close over, what is none")
+
+
 def check_params(what: str, params: PyTree) -> None:
     """The parameters must be passed to update."""
     if params is None:

@@ -80,8 +80,10 @@ class Layout:
     min_size: int = MIN_SIZE
 
     def __post_init__(self) -> None:
-        if isinstance(self.where, Mesh):  # of a tree of shardings, at init
+        if isinstance(self.where, Mesh):  # which can be called, too
             checked_axes("divide", self.divide, self.where)
+        elif not trees.is_function(self.where):  # what that returns, at init
+            checked_axes("divide", self.divide, _mesh_of(_by_path(self.where)))
 
     def place(self, tree: PyTree, parameters: Parameters) -> Placed:
         """Where the leaves of a tree are; `parameters` says how they are read."""
@@ -116,7 +118,7 @@ class Layout:
             rows = zip(leaves, specs, strict=True)
             return where, [(*leaf, NamedSharding(where, spec)) for leaf, spec in rows]
         where = where(tree) if trees.is_function(where) else where
-        by_path = dict(trees.leaves_with_paths(where, is_leaf=lambda x: x is None))
+        by_path = _by_path(where)
         mesh = _mesh_of(by_path)
         everywhere = NamedSharding(mesh, PartitionSpec())
         return mesh, [(path, x, _at(by_path, path) or everywhere) for path, x in leaves]
@@ -189,6 +191,10 @@ def _typed_spec(path: str, x: Shaped) -> PartitionSpec:
             "jax.ShapeDtypeStruct(..., sharding=jax.sharding.NamedSharding(mesh, spec))"
         )
     return jax.typeof(x).sharding.spec
+
+
+def _by_path(where: PyTree) -> dict[str, NamedSharding | None]:
+    return dict(trees.leaves_with_paths(where, is_leaf=lambda x: x is None))
 
 
 def _mesh_of(by_path: Mapping[str, NamedSharding | None]) -> Mesh:

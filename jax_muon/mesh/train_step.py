@@ -180,6 +180,7 @@ class TrainStep:
     ) -> Step:
         """One step; see the class."""
         _check_alive(params, state)
+        checks.check_no_text("batch", batch)
         args = params, state, batch, *others
         return cast(Step, self._jit(*args)(*args))
 

@@ -181,10 +181,7 @@ def _by_function(
     ):  # an Equinox module also has leaves of other types
         params = checks.as_arrays("params", params)
     leaves, treedef = jax.tree.flatten(args)
-    for keys, x in jax.tree_util.tree_leaves_with_path(args):
-        if isinstance(x, str | bytes):
-            name = f"args{jax.tree_util.keystr(keys)}"
-            checks.refuse(name, x, "an array; close over what is none")
+    checks.check_no_text("args", args)
     arrays = [x for x in leaves if not callable(x)]
 
     @functools.wraps(function)  # errors name it

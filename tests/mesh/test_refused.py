@@ -191,6 +191,19 @@ def test_on_mesh_twice():
 # --- arrays of a batch ----------------------------------------------------------------
 
 
+def test_a_wrong_axis_is_refused_by_on_mesh_itself():
+    for where in (mesh_of(8), {"w": case.at(mesh_of(8), P())}):
+        with pytest.raises(ValueError, match="divide='batch'; expected axes of the m"):
+            jm.on_mesh(MUON, where, divide="batch")
+
+
+def test_text_in_a_batch_has_its_key():
+    train = jm.make_train_step(lambda p, b: 0.0, jm.on_mesh(optax.sgd(1), mesh_of(8)))
+    params, state = train.init({"w": jnp.ones((8, 12))})
+    with pytest.raises(ValueError, match=r"batch\['name'\]='pile'; expected an array"):
+        train(params, state, {"x": np.ones(8), "name": "pile"})
+
+
 def test_arrays_of_a_batch_that_are_no_samples():
     """A weight for each of four outputs, which four devices divide: 1.5 for 6.0."""
     params, batch = {"w": jnp.zeros((16, 4))}, {"x": jnp.ones((8, 16))}
