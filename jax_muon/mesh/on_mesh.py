@@ -296,21 +296,21 @@ def trace_init(
     each array decide, and if they leave a choice, every device has all of it.
     """
     mesh, outside = array_types.explicit(placed.mesh), jax.sharding.get_abstract_mesh()
+    pairs = zip(placed.shapes, placed.state_specs, strict=True)
+    divided = [math.prod(shape) for shape, spec in pairs if any(spec)]
+    large = min(divided, default=math.inf)  # elements of state that should be divided
     with array_types.in_mesh_context(users_mesh=outside):
         try:
             with jax.sharding.use_abstract_mesh(mesh):
                 types = array_types.typed(params, placed.state_specs, mesh)
                 state, recorded = facts.eval_shape(tx.init, types)
-            flat = trees.leaves_with_paths(state)
-            found = [jax.typeof(x).sharding.spec for _, x in flat]
-            pairs = zip(jax.tree.leaves(params), placed.state_specs, strict=True)
-            large = min((x.size for x, spec in pairs if any(spec)), default=math.inf)
+            found = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(state)]
         except Exception:  # an error of `init` itself is raised again here
             shapes = array_types.shapes_of(params)
             state, recorded = facts.eval_shape(tx.init, shapes)
-            flat, large = trees.leaves_with_paths(state), 2
+            large, flat = 2, trees.leaves_with_paths(state)
             found = [placed.spec_by_path(path, jnp.shape(x)) for path, x in flat]
-    rows = zip(flat, found, strict=True)
+    rows = zip(trees.leaves_with_paths(state), found, strict=True)
     whole = [path for (path, x), spec in rows if x.size >= large and not any(spec)]
     return PlacedState(state, found, recorded[Read].leaves, whole)
 

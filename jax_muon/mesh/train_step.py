@@ -180,7 +180,6 @@ class TrainStep:
     ) -> Step:
         """One step; see the class."""
         _check_alive(params, state)
-        checks.check_no_text("batch", batch)
         args = params, state, batch, *others
         return cast(Step, self._jit(*args)(*args))
 
@@ -269,6 +268,7 @@ class TrainStep:
 
         Warns of layers that are passed to it and yet must be gathered whole.
         """
+        checks.check_no_text("batch", batch)
         leaves, treedef = jax.tree.flatten((params, batch, others))
         key = treedef, *map(jax.typeof, leaves)  # on Explicit axes with shardings
         if key not in self._known:

@@ -16,7 +16,8 @@ from jax_muon.reading import values as v
 from jax_muon.reading.trace import ELEMENTWISE, Trace, rule
 from jax_muon.reading.values import Parts, Shape, Value, View, axes_in
 
-SUMS, SCALES = {"add", "sub", "add_any", "select_n"}, {"mul", "div"}
+_ADDS, SCALES = {"add", "sub", "add_any"}, {"mul", "div"}
+SUMS = _ADDS | {"select_n"}
 LINEAR = SUMS | SCALES | {"neg", "convert_element_type", "stop_gradient", "conj"}
 LINEAR |= {"real", "imag", "complex", "psum", "pvary", "reshard", "sharding_constraint"}
 _FUNCTIONS = """
@@ -31,6 +32,7 @@ _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 # All others hide what they do with a leaf.
 _KNOWN = {*LINEAR, *_FUNCTIONS.split(), *_COMPARISONS}
 _OF_GATES = {"mul", "div", "sub", "convert_element_type", "max", "select_n", "add"}
+_KEEPS_SCORES = LINEAR | _GATES | _OF_GATES
 
 
 @rule(ELEMENTWISE, "reduce")  # by a function of elements
@@ -115,7 +117,7 @@ def elementwise(
         _note_gates(trace, values)
         attention.note_multiplied(trace.facts.attention, values)
     scaled = {**result.scaled, **scaled} if name in LINEAR else {}
-    scores = result.scores if name in LINEAR | _GATES | _OF_GATES else {}
+    scores = result.scores if name in _KEEPS_SCORES else {}
     leaves = _leaves(trace, eqn, name, values)
     return replace(result, gate=gate, scaled=scaled, scores=scores, leaves=leaves)
 
@@ -155,9 +157,7 @@ def _leaves(
         some = any if name in {*SCALES, "select_n"} else all
         activated = name not in LINEAR or some(x.activated for x in views)
         one = max(views, key=lambda x: len(axes_in(x.parts)))
-        scaled = any(x.scaled for x in views) or (
-            is_data and name not in SUMS - {"select_n"}
-        )
+        scaled = any(x.scaled for x in views) or (is_data and name not in _ADDS)
         leaves[leaf] = replace(one, activated=activated, scaled=scaled)
         are_rows = len(views) > 1 and one.went(v.INDEX)
         gone = [frozenset(x.gone.keys() - x.went(v.SUMMED)) for x in views]
@@ -168,7 +168,7 @@ def _leaves(
     if plain and (is_data or name not in SUMS):
         masks = {x: leaves.pop(x) for x in leaves.keys() - beside}
         trace.use(Value(leaves=masks), "elementwise", eqn)
-    if name in SUMS - {"select_n"} and len({x.scaled for x in leaves.values()}) > 1:
+    if name in _ADDS and len({x.scaled for x in leaves.values()}) > 1:
         drawn = [x for x in leaves if leaves[x].scaled]  # mean + sigma * noise
         why = "data multiplies its elements, then a parameter is added"
         trace.doubt(drawn, why, eqn)

@@ -117,10 +117,10 @@ def find_matrices(
 
     def read(like_data: Collection[str] = ()) -> dict[str, Parameter]:
         if function is None:
-            read = [_unread(path, x) for path, x in shapes.items()]
+            found = [_unread(path, x) for path, x in shapes.items()]
         else:
-            read = _by_function(params, function, args, splits, like_data)
-        return apply_rules(rules, [x for x in read if x.path in shapes])
+            found = _by_function(params, function, args, splits, like_data)
+        return apply_rules(rules, [x for x in found if x.path in shapes])
 
     ruled = read()
     known = {x.path: x for x in ruled.values() if x.doubt and x.label == ADAMW}
@@ -139,9 +139,9 @@ def find_matrices(
     doubtful = [x for x in ruled.values() if x.label == MUON and x.doubt is not None]
     if doubtful:
         text = list_doubts(doubtful, [*ruled.values()])
-        if strict and function is not None:
-            text += _deciding(doubtful, lambda paths: read([*known, *paths]))
         if strict:
+            if function is not None:
+                text += _deciding(doubtful, lambda paths: read([*known, *paths]))
             raise ValueError(text)
         warnings.warn(f"{text}\nThey get the label {ADAMW!r}", stacklevel=2)
         ruled |= {x.path: dataclasses.replace(x, label=ADAMW) for x in doubtful}
@@ -176,9 +176,7 @@ def _by_function(
         # After self.b = self.a, a module has two leaves for one variable; a state one.
         graph, params = nnx.split(params)
         merge = functools.partial(nnx.merge, graph)
-    elif (
-        checks.trained(params) is params
-    ):  # an Equinox module also has leaves of other types
+    elif checks.trained(params) is params:  # Equinox's have leaves of other types
         params = checks.as_arrays("params", params)
     leaves, treedef = jax.tree.flatten(args)
     checks.check_no_text("args", args)

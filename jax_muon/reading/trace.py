@@ -97,9 +97,10 @@ class Trace:
     ) -> list[Value]:
         """The results of a function that an operation calls."""
         before, self.calls = self.calls, (*self.calls, eqn)
-        results = self.run(function.jaxpr, values)
-        self.calls = before
-        return results
+        try:
+            return self.run(function.jaxpr, values)
+        finally:  # a mistake in it goes to the operation that called it
+            self.calls = before
 
     def _operation(self, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         name = eqn.primitive.name
@@ -123,12 +124,13 @@ class Trace:
             self.lose(value.leaves, why, eqn)
         is_data = any(x.data or x.leaves for x in values)
         result = replace(v.joined(values), gate="", data=is_data)
-        results = [result.bare(shape_of(x)) for x in eqn.outvars]
-        for i, x in enumerate(eqn.outvars):
-            if jnp.issubdtype(getattr(x.aval, "dtype", float), jnp.integer):
-                # Of products: perhaps numbers of the largest ones, as of a top-k.
-                chosen = {(use, False) for use in result.sources}
-                results[i] = replace(results[i], chosen=result.chosen | chosen)
+        # Integers of products: perhaps numbers of the largest ones, as of a top-k.
+        perhaps = {(use, False) for use in result.sources}
+        numbers = replace(result, chosen=result.chosen | perhaps)
+        results = []
+        for x in eqn.outvars:
+            is_number = jnp.issubdtype(getattr(x.aval, "dtype", float), jnp.integer)
+            results.append((numbers if is_number else result).bare(shape_of(x)))
         return results
 
     def _without_taken(self, value: Value, is_backward: bool) -> Value:

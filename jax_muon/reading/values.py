@@ -152,7 +152,7 @@ class Value:
     given: bool = False  # floats of an argument or a constant: data or a frozen kernel
     leaves: Mapping[str, View] = field(default_factory=dict)  # beside data: perhaps
     sources: Mapping[Use, Parts] = field(default_factory=dict)  # products it comes from
-    gate: str = ""  # HOT, SOFT, QUERY or MIXED
+    gate: str = ""  # HOT, SOFT, QUERY, MIXED or MASKED
     # Uses among whose outputs it was chosen: by a top-k, or perhaps (False).
     chosen: frozenset[tuple[Use, bool]] = frozenset()
     # Leaves that multiplied it, with True for the axes along which it was repeated.

@@ -241,11 +241,11 @@ def describe(
     sizes = orthogonalized.sizes
     summed: tuple[str, ...] = ()
     by_layer: dict[str, bool | None] = {}
-    whole: list[str] = []
+    unsharded: list[str] = []
     for placed, known in recorded[OnMeshes]:  # one, perhaps inside of a chain
         before = dataclasses.replace(placed, state_specs=placed.param_specs)
         state = trace_init(tx, shapes, before).on(placed.mesh)
-        whole += known.whole
+        unsharded += known.whole
         sizes |= placed.mesh.shape
         summed = placed.mesh.axis_names if gathers else placed.divide
         both = zip(placed.param_specs, placed.state_specs, strict=True)
@@ -304,7 +304,7 @@ def describe(
             "state": sum(map(_bytes_on_a_device, jax.tree.leaves(state))),
         },
         sent,
-        tuple(whole),
+        tuple(unsharded),
         tuple(sorted(shape for shape, taken in recorded[Kernels].items() if taken)),
     )
 
