@@ -297,7 +297,7 @@ def trace_init(
     """
     mesh, outside = array_types.explicit(placed.mesh), jax.sharding.get_abstract_mesh()
     pairs = zip(placed.shapes, placed.state_specs, strict=True)
-    divided = [math.prod(shape) for shape, spec in pairs if any(spec)]
+    divided = [math.prod(x) for x, spec in pairs if any(spec) and len(x) > 1]
     large = min(divided, default=math.inf)  # elements of state that should be divided
     with array_types.in_mesh_context(users_mesh=outside):
         try:
