@@ -10,9 +10,9 @@ shape, dtype and sharding are a stack (count, rows, columns) of shards:
 
 Of 48 matrices (768, 3072) whose rows 8 devices divide, each has shards (48, 96, 3072),
 gets six whole matrices (6, 768, 3072), and has shards of all factors again. Of 12, one
-for each device makes 8. The rest of 4 travels in a round: an exchange with the rests of
-other stacks, in which each device gets one matrix or none. What is small is gathered
-and computed everywhere.
+for each device makes a round of 8. The rest of 4 makes a round with the rests of other
+stacks: each device gets one matrix or none. Small rounds share an exchange. What is
+smaller still is gathered and computed everywhere.
 
 Shards may be put together in any order, if they are taken apart in the same one: a
 polar factor moves with the rows and columns of its matrix.
@@ -38,6 +38,9 @@ Axes = tuple[str, ...]  # of a mesh, those with several devices
 # Stacks with fewer elements in all are computed everywhere. On an H100 that is at most
 # 1 us of products; to deal them out and back are two transfers, 10 us each to start.
 SMALL = 65536
+# Rounds of fewer bytes in all share an exchange. That saves the start of a transfer, 20
+# us, and a wait for the slowest device of a round; on an H100 64 MB travel in 140 us.
+TOGETHER = 64_000_000
 
 
 class Shards(NamedTuple):
@@ -79,11 +82,6 @@ class Stack:
         return self.shards.shape[0]
 
     @property
-    def even(self) -> int:
-        """Matrices of which all devices get the same number: 8 of 12 on 8 devices."""
-        return self.count // self.devices * self.devices
-
-    @property
     def size(self) -> int:
         """Elements of a shard of one matrix."""
         return math.prod(self.shards.shape[1:])
@@ -97,28 +95,29 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Rests that travel together: each device gets one of these matrices, or none.
+    """Matrices that are dealt out: each device gets as many as others, or none.
 
-    On 8 devices, rests of 4, 3 and 2 matrices are a round with counts (4, 3, 1) and one
-    with (1,). From device 3 on, a round of 4 is dealt to devices 3 to 6.
+    12 matrices on 8 devices are a round of 8 and one of 4, which the rests of 3 and 2
+    others join, with counts (4, 3, 1), and a third one with (1,).
     """
 
     stacks: tuple[Stack, ...]
     counts: tuple[int, ...]  # of their matrices
-    start: int  # the device that gets the first one
+    order: tuple[int, ...]  # of all devices; the first one gets the first matrix
+    each: int = 1  # matrices of a device, or none
 
     @property
     def width(self) -> int:
         """Elements that a device sends to each other one, padding included."""
-        return max(stack.size for stack in self.stacks)
+        return self.each * max(stack.size for stack in self.stacks)
 
     @property
     def kinds(self) -> np.ndarray:
-        """For each device the stack that its matrix is of; their number for none."""
-        number, devices = len(self.stacks), self.stacks[0].devices
-        turns = np.full(devices, number)
-        turns[: sum(self.counts)] = np.repeat(np.arange(number), self.counts)
-        return np.roll(turns, self.start)
+        """For each device the stack that its matrices are of; their number for none."""
+        kinds = np.full(len(self.order), len(self.stacks))
+        rows = [count // self.each for count in self.counts]
+        kinds[[*self.order[: sum(rows)]]] = np.repeat(np.arange(len(rows)), rows)
+        return kinds
 
 
 def stacks_of(
@@ -130,7 +129,7 @@ def stacks_of(
       shards: of all batches of matrices.
       sizes: of the mesh axes.
       small: stacks of fewer elements in all are computed everywhere.
-      start: the device, modulo their number, that gets the first matrix of a rest.
+      start: the device, modulo their number, that gets the first matrix of all rests.
     """
     # Batches of one shape, dtype and sharding, whatever the order of the mesh axes.
     batches: dict[Shards, list[int]] = {}
@@ -163,27 +162,54 @@ def stacks_of(
 
 
 def _rounds(stacks: Sequence[Stack], start: int) -> Iterator[Round]:
-    """Deal the rests of stacks to devices in turn, the largest matrices first.
+    """First what divides evenly, then the rests, the largest matrices first.
 
     Rests of 12 ups and downs of a GPT and of 4 queries on 8 devices are 4, 4 and 4: a
     round of ups and downs, and one of queries. A device without a matrix sends zeros as
-    long as the largest one, so smaller matrices travel in its place for nothing.
+    long as the largest one, so smaller matrices travel in its place for nothing. Each
+    round goes to the devices with the least work so far.
     """
     groups: dict[object, list[Stack]] = {}  # of the matrices of rests
-    ends: dict[object, int] = {}  # where the round before ended, by mesh axes
     for stack in stacks:
-        if stack.count > stack.even and not stack.everywhere:
-            x = stack.shards
-            alike = x.dtype, x.back_dtype, x.batch, stack.repeats, stack.divides
-            rest = [stack] * (stack.count - stack.even)
-            groups.setdefault(alike, []).extend(rest)
+        each, rest = divmod(stack.count, stack.devices)
+        if each and not stack.everywhere:
+            order = tuple(range(stack.devices))
+            yield Round((stack,), (stack.count - rest,), order, each)
+        if rest and not stack.everywhere:
+            alike = _alike(stack), stack.shards.batch
+            groups.setdefault(alike, []).extend([stack] * rest)
+    loads: dict[object, np.ndarray] = {}  # FLOPs of each device, by mesh axes
     for group in groups.values():
-        for first in range(0, len(group), group[0].devices):
-            counts = collections.Counter(group[first : first + group[0].devices])
-            over = group[0].repeats, group[0].divides
-            at = ends.get(over, start) % group[0].devices
-            ends[over] = at + counts.total()
-            yield Round(tuple(counts), tuple(counts.values()), at)
+        devices = group[0].devices
+        over = group[0].repeats, group[0].divides
+        load = loads.setdefault(over, np.zeros(devices))
+        for first in range(0, len(group), devices):
+            dealt = group[first : first + devices]
+            turns = (np.arange(devices) - start) % devices
+            order = tuple(np.lexsort((turns, load)).tolist())  # by load, then in turn
+            load[[*order[: len(dealt)]]] += [stack.flops for stack in dealt]
+            counts = collections.Counter(dealt)
+            yield Round(tuple(counts), tuple(counts.values()), order)
+
+
+def _alike(stack: Stack) -> tuple[object, ...]:
+    """What stacks that travel together have in common."""
+    x = stack.shards
+    return stack.repeats, stack.divides, x.dtype, x.back_dtype
+
+
+def _exchanges(rounds: Sequence[Round]) -> Iterator[list[Round]]:
+    """Rounds that travel together: neighbours, as long as they are small."""
+    together: list[Round] = []
+    for one in rounds:
+        first, width = one.stacks[0], sum(x.width for x in (*together, one))
+        is_small = width * first.devices * first.shards.dtype.itemsize < TOGETHER
+        alike = not together or _alike(first) == _alike(together[0].stacks[0])
+        if together and not (is_small and alike):
+            yield together
+            together = []
+        together = [*together, one]
+    yield from [together] if together else []
 
 
 # --- on each device, inside shard_map -------------------------------------------------
@@ -197,37 +223,30 @@ def map_shards(
 ) -> list[Float[Array, "_ _ _"]]:
     """Polar factors of batches (count, rows, columns) of shards.
 
-    1. even: of each stack, what divides evenly goes to the devices and back;
-    2. rests: what does not, in rounds, so that devices compute different matrices at
-       the same time;
+    1. shards: batches are put together to stacks; small ones are computed here;
+    2. rounds: a row of shards for each device, which travel in exchanges;
     3. batches: stacks are split into the batches that they came from.
     """
+    # 1. Shards.
+    left: dict[Stack, Array] = {}  # (count, elements of a shard), not dealt out yet
     pieces: dict[Stack, list[Array]] = {}  # of factors, in order, shaped in step 3
-    rests: dict[Stack, Array] = {}
     for number, stack in enumerate(stacks):
         x = jnp.concatenate([batches[index] for index in stack.members])
-        with jax.named_scope(f"stack_{number}"):  # for profiles
-            # 1. Even.
-            if stack.everywhere:
+        left[stack], pieces[stack] = x.reshape(stack.count, stack.size), []
+        if stack.everywhere:
+            with jax.named_scope(f"stack_{number}"):  # for profiles
                 pieces[stack] = [_everywhere(polar, stack, x)]
-                continue
-            # 48 shards (96, 3072) are rows (8, 6 * 96 * 3072), one for each device.
-            flat, even = x.reshape(stack.count, stack.size), stack.even
-            compute = functools.partial(_compute, polar, stack)
-            rows = flat[:even].reshape(stack.devices, -1)
-            pieces[stack] = [_exchanged(compute, stack, rows)] if even else []
-            rests[stack] = flat[even:]
-    # 2. Rests.
-    for number, one in enumerate(rounds):
-        with jax.named_scope(f"round_{number}"):
-            taken = []
-            for stack, count in zip(one.stacks, one.counts, strict=True):
-                taken.append(_padded(rests[stack][:count], one.width))
-                rests[stack] = rests[stack][count:]
-            factors = _travel(polar, one, jnp.concatenate(taken))
-            parts = jnp.split(factors, np.cumsum(one.counts)[:-1].tolist())
-            for stack, part in zip(one.stacks, parts, strict=True):
-                pieces[stack].append(part[:, : stack.size])
+    # 2. Rounds.
+    number = 0
+    for together in _exchanges(rounds):
+        rows = [_dealt(one, left) for one in together]
+        factors = _travel(polar, together, rows, number)
+        number += len(together)
+        for one, done in zip(together, factors, strict=True):
+            ends = np.cumsum(one.counts) // one.each
+            parts = jnp.split(done, ends.tolist())
+            for stack, part in zip(one.stacks, parts, strict=False):
+                pieces[stack].append(part[:, : one.each * stack.size])
     # 3. Batches.
     results: dict[int, Array] = {}
     for stack, parts in pieces.items():
@@ -241,31 +260,69 @@ def _padded(x: Float[Array, "rows _"], width: int) -> Float[Array, "rows width"]
     return jnp.pad(x, [(0, 0), (0, width - x.shape[1])])
 
 
+def _permuted(rows: Array, order: Sequence[int]) -> Array:
+    """Rows in this order."""
+    if [*order] == [*range(len(rows))]:
+        return rows
+    return jnp.take(rows, np.array(order), 0, mode="clip")
+
+
+def _dealt(one: Round, left: dict[Stack, Array]) -> Float[Array, "devices width"]:
+    """Take a row for each device of a round from the shards that are left."""
+    # Of 48 shards (96, 3072) on 8 devices, 6 each: rows (8, 6 * 96 * 3072).
+    # Of 4 matrices (768, 3072) and 3 (768, 2048): rows (7, 96 * 3072) with zeros behind
+    # the shards (96, 2048), and one more row of zeros.
+    rows = []
+    for stack, count in zip(one.stacks, one.counts, strict=True):
+        own, left[stack] = left[stack][:count], left[stack][count:]
+        rows.append(_padded(own.reshape(count // one.each, -1), one.width))
+    dealt, places = jnp.concatenate(rows), np.argsort(one.order).tolist()
+    none = len(places) - len(dealt)
+    dealt = _permuted(jnp.pad(dealt, [(0, none), (0, 0)]), places)
+    # XLA for CPUs cannot compile an all-to-all whose rows are partly constants.
+    return jax.lax.optimization_barrier(dealt) if none else dealt
+
+
 def _travel(
-    polar: Polar, one: Round, rows: Float[Array, "matrices width"]
-) -> Float[Array, "matrices width"]:
-    """The factors of a round's matrices, one row of shards for each."""
-    # Of 4 matrices (768, 3072) and 3 (768, 2048) whose rows 8 devices divide: rows
-    # (7, 96 * 3072) with zeros behind the shards (96, 2048), and one more row of zeros.
-    # From device 0 on, kinds are [0, 0, 0, 0, 1, 1, 1, 2].
-    stack, count = one.stacks[0], len(rows)
-    rows = jnp.pad(rows, [(0, stack.devices - count), (0, 0)])
-    rows = jnp.roll(rows, one.start, 0)
-    kinds, device = jnp.asarray(one.kinds), stack.repeats + stack.divides
-    kind = kinds[jax.lax.axis_index(device)]
+    polar: Polar,
+    rounds: Sequence[Round],
+    rows: Sequence[Float[Array, "devices _"]],
+    number: int,
+) -> list[Float[Array, "devices _"]]:
+    """The factors of several rounds, from number `number` on, in one exchange."""
+    # Of widths 64, 16 and 48 a device gets rows of 128 elements.
+    ends = np.cumsum([one.width for one in rounds])[:-1].tolist()
+
+    def compute(rows: Array) -> Array:
+        parts, factors = jnp.split(rows, ends, 1), []
+        for i, (one, part) in enumerate(zip(rounds, parts, strict=True)):
+            with jax.named_scope(f"round_{number + i}"):
+                factors.append(_compute_round(polar, one, part))
+        return jnp.concatenate(factors, 1)
+
+    done = _exchanged(compute, rounds[0].stacks[0], jnp.concatenate(rows, 1))
+    pairs = zip(rounds, jnp.split(done, ends, 1), strict=True)
+    return [_permuted(part, one.order) for one, part in pairs]
+
+
+def _compute_round(
+    polar: Polar, one: Round, rows: Float[Array, "senders width"]
+) -> Float[Array, "senders width"]:
+    """A device's work in a round: its matrices, if it has any."""
 
     def branch(x: Stack) -> Polar:
-        compute = functools.partial(_compute, polar, x)
-        return lambda rows: _padded(compute(rows[:, : x.size]), one.width)
+        compute, width = functools.partial(_compute, polar, x), one.each * x.size
+        return lambda rows: _padded(compute(rows[:, :width]), one.width)
 
+    # Of 4 matrices of a stack and 3 of another on 8 devices in their order, kinds are
+    # [0, 0, 0, 0, 1, 1, 1, 2].
+    kinds, stack = one.kinds, one.stacks[0]
     branches = list(map(branch, one.stacks))
-    if count < stack.devices:  # some have none
-        # XLA for CPUs cannot compile an all-to-all whose rows are partly constants.
-        rows = jax.lax.optimization_barrier(rows)
-        branches.append(lambda rows: jnp.zeros_like(rows, stack.shards.back_dtype))
-    compute = functools.partial(jax.lax.switch, kind, branches)
-    done = _exchanged(compute, stack, rows)
-    return jnp.roll(done, -one.start, 0)[:count]
+    if len(branches) in kinds:
+        zeros = functools.partial(jnp.zeros_like, dtype=stack.shards.back_dtype)
+        branches.append(zeros)
+    device = jax.lax.axis_index(stack.repeats + stack.divides)
+    return jax.lax.switch(jnp.asarray(kinds)[device], branches, rows)
 
 
 def _exchanged(

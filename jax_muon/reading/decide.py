@@ -92,11 +92,13 @@ def _by_products(
     path: str, shape: tuple[int, ...], trace: Trace, uses: Sequence[Use]
 ) -> Answer:
     """Leaves that data is multiplied by."""
+    # First those that lead to products of other leaves.
     products, leading = [x for x in uses if x.kind in _PRODUCTS], {*trace.taken}
     for x in products[::-1]:
         leading |= x.by if x in leading else set()
     products.sort(key=lambda x: x not in leading)  # others may be of a norm
     role, at = _PRODUCTS[products[0].kind], _at(uses, *_PRODUCTS)
+    # In this order: what is none, what contradicts itself, heads, stacks, kernels.
     if role in ("grouped", "complex"):
         return ADAMW, role, f"{role} product{at}", None
     readings = [_matrix_axes(x, shape, trace) for x in products]

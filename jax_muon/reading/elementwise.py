@@ -85,6 +85,8 @@ def elementwise(
         return values[1]  # of a branch under vmap
     scaled = _scaled(values) if name in SCALES else {}
     is_data = any(x.data for x in values)
+    # Of w (24, 40) * scale (40,) + data the leaf w is whole and stays one, the scale is
+    # used; of x (2, 24) + bias (24,) the bias is, as data has axes that it has not.
     whole = [x for x in values if x.covers(shape)]
     for i, value in enumerate(values) if is_data or whole else ():
         if value.leaves and not value.covers(shape):
@@ -103,6 +105,8 @@ def elementwise(
     if name == "eq" and gate == v.HOT:
         result = trace.with_choice(result, shape)
     elif name in _GATES and result.scores:
+        # exp(q @ k.T + q @ table.T): the product with the table takes q, one of those
+        # that are compared. The bias in exp(q @ k.T + table[distances]) does not.
         behind = {x for s in result.scores for of in s.operands for x in of}
         direct = result.sources.keys() - behind
         tables = [use.path for use in direct if use.by & behind]
@@ -163,6 +167,7 @@ def _leaves(
         gone = [frozenset(x.gone.keys() - x.went(v.SUMMED)) for x in views]
         if are_rows or len({*gone}) > 1:
             trace.lose([leaf], "parts of it meet each other", eqn)
+    # Of w * sigmoid(mask) the mask is a function and w is not: the mask is used here.
     plain = {x for x in leaves if not leaves[x].activated}
     beside = {x for value in values if plain & {*value.leaves} for x in value.leaves}
     if plain and (is_data or name not in SUMS):

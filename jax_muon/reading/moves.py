@@ -144,6 +144,8 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     met = {x: [view.parts[a] for a in indexed] for x, view in value.leaves.items()}
     beside = [x for x, of in met.items() if v.JOINED in {a for y in of for a, _ in y}]
     trace.lose(beside, "constants pick elements of it and others", eqn)
+    # Of w (8, 24, 40): w[3] is (24, 40), without axis 0; w[[1, 3]] is (2, 24, 40), with
+    # it; and the first axis of w[[1, 3], [0, 2]] (2, 40) has both axes 0 and 1.
     if not wide:  # w[3]
         cut(trace, eqn, value, eqn.params["slice_sizes"], v.INDEX)
         for use, parts in value.sources.items():
@@ -277,6 +279,8 @@ def _replaced(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     source = {a: a for a in range(len(shape))}
     if not is_slice:
         numbers = eqn.params["dimension_numbers"]
+        # zeros (16, 24).at[ids].add(x (32, 24)): axis 1 is that of the updates. With
+        # zeros (16, 8).at[rows, ids].set(gates (16, 2)) no axis is.
         rows = *numbers.inserted_window_dims, *numbers.operand_batching_dims
         kept = [a for a in source if a not in rows]
         source = dict(zip(kept, numbers.update_window_dims, strict=True))
@@ -317,6 +321,8 @@ def note_sums(trace: Trace, eqn: JaxprEqn, before: Value, after: Value) -> None:
         is_wide = any(n > 1 for of in view.parts for a, n in of if a is None)
         if axes_in(view.parts) - left and left and (view.scaled or is_wide):
             trace.doubt([leaf], "it may be a matrix in a product and a sum", eqn)
+    # In (x[:, :, None] * w).sum(1) with w (24, 40), x was repeated along 40 and summed
+    # along 24: a product. In (x * vector).sum(-1) it was repeated along nothing.
     for (leaf, is_repeated), parts in before.scaled.items():
         inside = axes_in(before.scaled[leaf, False])
         inside -= axes_in(after.scaled[leaf, False])
@@ -365,6 +371,8 @@ def _top_k(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     first = replace(first, gate="", scaled={})
     if name == "sort" and not others:
         return [first]
+    # Of logits (16, 8) of experts, values (16, 2) and numbers (16, 2): the router's use
+    # is in `chosen` of both, and no axis of them has its outputs.
     numbers = _chosen(values[0], first, shape, [axis])
     trace.routes(eqn, [numbers, *others])
     sure = frozenset((use, True) for use, _ in numbers.chosen)

@@ -64,6 +64,8 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         trace.routes(eqn, values)
     is_backward = trace.is_backward(eqn)
     is_outer = is_backward and all(product.free)  # the gradient of y @ vector
+    # Five cases: of elements; of two leaves; of no leaf; of a leaf and a constant; and,
+    # last, of a leaf and data, which makes it a matrix.
     if not any(contract) and not is_outer:  # of elements: einsum("io,o->io", w, scale)
         both = [product.moved(i, x, v.SUMMED) for i, x in enumerate(pair)]
         result = elementwise(trace, eqn, "mul", both, product.shape)
@@ -81,6 +83,7 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     weight, other = pair[i], pair[1 - i]
     if not other.data and not is_backward:
         is_sum = not product.free[1 - i]  # of its rows
+        # grid (64, 2) @ w (2, 40) is (64, 40) with axis 0 of w gone, as CONSTANT.
         result = product.moved(i, weight, v.SUMMED if is_sum else v.CONSTANT)
         leaves = result.leaves.items()
         after = {x: replace(of, activated=of.activated and is_sum) for x, of in leaves}
@@ -107,6 +110,7 @@ def _like_data(trace: Trace, product: Product, pair: Sequence[Value]) -> list[in
         return [0, 1]
     like = []
     for i, value in enumerate(pair):
+        # Free axes that no leaf has were repeated: queries (5, 24) as (2, 5, 24) @ w.
         shape = enumerate(product.shapes[i])
         sizes = [n if a in product.free[i] else 1 for a, n in shape]
         views = value.leaves.values()
@@ -147,6 +151,8 @@ def _updated_weight(
     """
     found = {}
     for i, leaf, view in [(n, *x) for n in (0, 1) for x in pair[n].leaves.items()]:
+        # a (24, 4) @ b (4, 40), added to data: a has axis 0 inside and axis 1 gone, b
+        # axis 0 gone and axis 1 outside. A bias (40,) has none inside.
         gone = view.went(v.INNER, v.CONSTANT, v.LOOP, v.INDEX)  # on either side
         inside = axes_in(view.parts, product.contract[i]) or gone
         outside = axes_in(view.parts, product.free[i]) or gone
@@ -249,6 +255,7 @@ def _of_data(trace: Trace, product: Product, pair: Sequence[Value]) -> Value:
         if is_forward and other.given and not free and not product.batch[0]:
             trace.weigh(value, "")  # by a vector of the arguments
         note_sums(trace, eqn, value, product.moved(i, value, v.SUMMED))
+        # Outputs (tokens, experts, 40) by gates (tokens, experts), summed over experts.
         contract = product.contract[i]
         for use, parts in value.sources.items() if is_forward else ():
             inside, left = axes_in(parts, contract), axes_in(parts, product.free[i])
@@ -316,6 +323,8 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             if inside - outside and outside - inside:
                 trace.doubt([use.path], "its outputs are kernels for data", eqn)
         return Value(data=True, sources=v.joined([data, kernel]).bare(new).sources)
+    # A kernel (3, 3, 24, 40) has windows and 24 channels in, and 40 channels out; in a
+    # gradient, back to the inputs, 24 channels are the outputs.
     last, kind = fan_in if is_backward else out, "convolved"
     sides = [v.OUT if a == last else v.IN for a in range(len(shape))]
     for a, step in zip(window, params["lhs_dilation"], strict=True):
@@ -323,6 +332,7 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             sides[a], kind = v.OUT, "transposed"
     sources: dict[Use, Parts] = {}
     for leaf, view in kernel.leaves.items():
+        # Of 5 members (5, 3, 3, 24, 40) vmap makes 5 groups of (3, 3, 24, 200).
         members = _members(view.parts[out], groups, trace.shapes[leaf])
         left = tuple(x for x in view.parts[out] if x[0] not in members)
         one = view.moved((*view.parts[:out], left, *view.parts[out + 1 :]), v.PICKED)

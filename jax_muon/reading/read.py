@@ -94,6 +94,8 @@ def follow(
             trace.reached |= {x.path for x in value.sources}
             if jaxpr.eqns:
                 trace.use(value, "elementwise", jaxpr.eqns[-1])
+        # Learned queries are found where w multiplies them. In the next run they are
+        # data from the start, and w is a matrix.
         facts, before = trace.facts, len(inputs)
         found = {x: at for x, at in facts.inputs.items() if x not in facts.lost}
         inputs = {**found, **inputs}

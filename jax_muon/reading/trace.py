@@ -106,6 +106,7 @@ class Trace:
         name = eqn.primitive.name
         if name not in RULES and (closed := jaxprs.called(eqn)) is not None:
             pairs = zip(values, closed.jaxpr.invars, eqn.invars, strict=True)
+            # The body of a shard_map has (12, 40) of an argument (24, 40).
             shards = [_shard(x, shape_of(a), shape_of(b)) for x, a, b in pairs]
             return self.call(eqn, closed, shards)
         try:
@@ -183,6 +184,8 @@ class Trace:
         depth = jaxprs.transpositions(calls)
         made_by = frozenset(by.sources) if by else frozenset()
         for leaf, view in value.leaves.items():
+            # Of w (8, 24, 40), w[3] has the parts ((1, 24),), ((2, 40),), and axis 0 is
+            # gone as INDEX: sides (IN, OUT) make {0: {ROW}, 1: {IN}, 2: {OUT}}.
             of = {a: {_SIDES.get(way, way)} for a, way in view.gone.items()}
             for of_axis, side in zip(view.parts, sides, strict=False):
                 for axis in axes_in((of_axis,)):
@@ -240,6 +243,8 @@ class Trace:
         """
         if self.is_backward(eqn):
             return
+        # A top-k of x @ router picks ups (8, 24, 40): the numbers have the router's use
+        # in `chosen`, the ups have not.
         for use, is_sure in [one for x in values for one in x.chosen]:
             others = [x for x in values if all(use is not y for y, _ in x.chosen)]
             paths = {s.path for x in others for s in x.sources} - {use.path}
@@ -295,6 +300,8 @@ class Trace:
         Data (rows, features) is contracted along its last axis.
         """
         inner = value.went(v.INNER)
+        # queries (5, 24) @ w (24, 40): the last axis of the queries is contracted, as
+        # features of data are; of w it is the first one.
         rows = [x for x, axes in inner.items() if axes == {self.wide(x)[-1]}]
         if len(rows) == 1 and not value.data and not value.went(v.CONSTANT):
             self.like_data(rows, eqn)

@@ -68,6 +68,8 @@ def reshaped(parts: Sequence[tuple[Part, ...]], old: Shape, new: Shape) -> Parts
 
     Where sizes do not divide each other, (24, 5) as (8, 15), all axes have all.
     """
+    # (24, 40) as (4, 6, 40): of the part (0, 24) the first axis takes (0, 4) and leaves
+    # (0, 6) to the second, and so on; and (4, 6, 40) as (24, 40) goes back.
     left = [x for of, n in zip(parts, old, strict=True) for x in fitted(of, n)][::-1]
     result: list[tuple[Part, ...]] = []
     for size in new:
@@ -197,6 +199,7 @@ def _merged(several: Iterable[Mapping[Any, Parts]]) -> dict[Any, Parts]:
     merged: dict[Any, Parts] = {}
     for of_one in several:
         for x, parts in of_one.items():
+            # x (2, 16, 40) has outputs along its last axis, its mean (2, 16, 1) none.
             pairs = zip(parts, merged.get(x, parts), strict=False)
             merged[x] = tuple(a if axes_in([a]) else b for a, b in pairs)
     return merged

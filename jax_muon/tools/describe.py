@@ -75,7 +75,7 @@ class Description:
     Attributes:
       parameters: one entry per parameter, in the order of the tree.
       stacks: matrices of one shape and sharding, and who computes them.
-      rounds: exchanges of those that do not divide evenly.
+      rounds: which devices get which of these; what they compute everywhere is in none.
       sizes: number of devices along each mesh axis; empty on one device.
       held_bytes: on one device, "parameters", "gradients" and "state", with all
         gradients at once, sharded like the state.

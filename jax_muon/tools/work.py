@@ -14,13 +14,13 @@ def matrices(stack: Stack, sizes: Sizes) -> int:
 def load(x: Stack | Round, sizes: Sizes) -> np.ndarray:
     """FLOPs of a quintic on each device, in the order of `divided_axes(sizes)`.
 
-    The rest of a stack counts for its rounds.
+    Of a stack those that every device computes; rounds have all others.
     """
     if isinstance(x, Round):
-        flops = np.array([*(float(stack.flops) for stack in x.stacks), 0.0])
+        flops = x.each * np.array([*(float(stack.flops) for stack in x.stacks), 0.0])
         return on_mesh(x.stacks[0], flops[x.kinds], sizes)
-    each = x.count if x.everywhere else x.even // x.devices
-    return on_mesh(x, np.full(x.devices, each * float(x.flops)), sizes)
+    count = x.count if x.everywhere else 0
+    return on_mesh(x, np.full(x.devices, count * float(x.flops)), sizes)
 
 
 def on_mesh(stack: Stack, values: np.ndarray, sizes: Sizes) -> np.ndarray:
@@ -39,7 +39,7 @@ def on_mesh(stack: Stack, values: np.ndarray, sizes: Sizes) -> np.ndarray:
 def sent_bytes(x: Stack | Round, sizes: Sizes) -> float:
     """Bytes that a device sends in a step, with zeros for those that get no matrix.
 
-    The rest of a stack counts for its rounds.
+    Of a stack those that it gathers; rounds have all others.
     """
     stack = x.stacks[0] if isinstance(x, Round) else x
     there, back = (
@@ -47,9 +47,9 @@ def sent_bytes(x: Stack | Round, sizes: Sizes) -> float:
         for dtype in (stack.shards.dtype, stack.shards.back_dtype)
     )
     repeats, shards = (devices_over(x, sizes) for x in (stack.repeats, stack.divides))
-    if stack.everywhere:
-        return stack.count * stack.size * there * (shards - 1)
-    rows = stack.devices * x.width if isinstance(x, Round) else x.even * x.size
+    if isinstance(x, Stack):
+        return x.count * x.size * there * (shards - 1) if x.everywhere else 0.0
     # Each of those that repeat shards sends its part, and gathers all others.
+    rows = stack.devices * x.width
     exchanged = rows * (there + back) / repeats * (1 - 1 / shards)
     return exchanged + rows * back * (1 - 1 / repeats)
