@@ -177,7 +177,9 @@ def _is_batch(use: Use, axis: int, size: int, trace: Trace) -> bool:
         return True
     found = Attention(trace.noted, [use])
     one_by_one = {(i, i + 1) for i in range(size)}
-    if found.roles and found.role != "fused":
+    # Of keys and values (2, heads, in, head) with two roles, the heads are known.
+    are_heads = any((x.axis, x.number) == (axis, size) for x in found.heads)
+    if found.roles and (found.role != "fused" or are_heads):
         return axis in use.members
     slices = found.slices.get(axis, set())
     return slices >= one_by_one or ((-1, -1) in slices and found.role == "fused")

@@ -616,6 +616,21 @@ def attention(p, x, project=project, head_by_head=False):
 
 
 @form(
+    "keys and values at once",
+    {"q": floats(4, 6, 5), "kv": floats(2, 4, 6, 5), "out": floats(20, 3)},
+    [X],
+    both=lambda x, kv: jnp.einsum("ti,jhid->jthd", x, kv),
+)
+def keys_and_values(
+    p, x, both=lambda x, kv: [jnp.einsum("ti,hid->thd", x, y) for y in kv]
+):
+    """Heads in front of the inputs, as in Gemma."""
+    q, (k, v) = jnp.einsum("ti,hid->thd", x, p["q"]), both(x, p["kv"])
+    weights = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k))
+    return jnp.sum(jnp.einsum("hqk,khd->qhd", weights, v).reshape(5, 20) @ p["out"])
+
+
+@form(
     "a mask after a softmax",
     NET | {x: floats(12, 3, 5) for x in "qkv"} | {"o": floats(3, 5, 8)},
     [floats(2, 6, 12), floats(2, 6)],
