@@ -5,12 +5,14 @@ import importlib.metadata
 import os
 
 # Most of the suite's time is compilation, of programs that run once or twice: LLVM
-# optimizes nothing, and fusions are written by XLA's older emitter, which is quick.
+# optimizes nothing, a module is not split, which pays for large ones alone, and fusions
+# are written by XLA's older emitter, which is quick.
 # XLA's own passes, which place collectives and divide the work, are as ever.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 if importlib.metadata.version("jaxlib").startswith(("0.10.", "0.11.0")):
-    # jaxlib 0.11.2 does not know it, and an unknown flag ends the process.
+    # jaxlib 0.11.2 does not know the first, and an unknown flag ends the process.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
