@@ -234,14 +234,19 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 def together(
     trace: Trace, eqn: JaxprEqn, values: Sequence[Value], axis: int = -1
 ) -> Value:
-    """Values in one array: leaves beside data stay leaves if all their axes are there.
+    """Values in one array: leaves beside given data may stay leaves.
 
-    Class tokens (1, 24) before x (2, 16, 24) are repeated for each sample: they are
-    like data. A new kernel (24, 8) beside a frozen one (24, 40) is one with it.
+    Class tokens (1, 24) before x (2, 16, 24), an activation, are like data, and so is
+    what is repeated for each sample. A new kernel (24, 8) beside a frozen one (24, 40)
+    is one with it.
     """
     if any(x.data for x in values):
+        others = [x for x in values if x.data and not x.leaves]
+        are_beside = axis >= 0 and not all(x.given for x in others)
         values = [
-            x if x.data or not x.leaves or _covers(x, axis) else trace.as_data(x, eqn)
+            trace.as_data(x, eqn)
+            if x.leaves and (are_beside or not _covers(x, axis))
+            else x
             for x in values
         ]
     leaves: dict[str, View] = {}

@@ -60,9 +60,10 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         contract, (left, right) = ragged.dot_dimension_numbers
         batch = left, (*right, *ragged.rhs_group_dimensions)
     product, pair = Product(eqn, contract, batch), values[:2]
-    if values[2:] or not any(x.leaves for x in pair):
+    if values[2:] or not any(x.leaves and not x.data for x in pair):
         trace.routes(eqn, values)
     is_backward = trace.is_backward(eqn)
+    are_learned = [bool(x.leaves) and not x.data for x in pair]
     is_outer = is_backward and all(product.free)  # the gradient of y @ vector
     # Five cases: of elements; of two leaves; of no leaf; of a leaf and a constant; and,
     # last, of a leaf and data, which makes it a matrix.
@@ -99,7 +100,8 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     other = trace.as_data(other, eqn)
     if other.gate == v.HOT and not is_backward:
         return pick(trace, eqn, weight, product.moved(i, weight, v.PICKED), other)
-    return _of_weight(trace, product, weight, i, other)
+    result = _of_weight(trace, product, weight, i, other)
+    return replace(result, given=are_learned[1 - i] and not is_backward)
 
 
 def _like_data(trace: Trace, product: Product, pair: Sequence[Value]) -> list[int]:
@@ -312,6 +314,7 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             trace.doubt({**data.leaves, **kernel.leaves}, EITHER, eqn)
         else:
             trace.like_data(data.leaves, eqn)
+    is_learned = bool(data.leaves) and not data.data
     data = trace.as_data(data, eqn)
     if data.gate == v.HOT:
         trace.doubt(kernel.leaves, "a one-hot may pick its rows", eqn)
@@ -343,7 +346,7 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             trace.doubt([leaf], "constants mix its groups", eqn)
         for use in trace.use(Value(leaves={leaf: one}), kind, eqn, sides, data):
             sources[use] = v.placed(view.parts, {numbers.out_spec[1]: out}, new)
-    return Value(data=True, sources=sources)
+    return Value(data=True, given=is_learned and not is_backward, sources=sources)
 
 
 def _members(parts: Sequence[v.Part], groups: int, shape: Axes) -> set[int]:

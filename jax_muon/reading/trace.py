@@ -208,7 +208,9 @@ class Trace:
             if before.depth != depth and before.kind != "picked":
                 continue
             if depth % 2:
-                self.takers[path].add((before.path, depth))
+                # Rows of a bias may be in a gradient by its value, and take nothing:
+                # they leave it open whether anything takes the outputs.
+                self.takers[path].add((before.path if before.depth else path, depth))
                 continue
             self.takers[before.path].add((path, depth))
             if before.path != path:
@@ -280,8 +282,9 @@ class Trace:
         table w (2, 40), such as of positions, that the grid resizes.
         """
         sources = {**value.sources}
-        if value.went(v.INNER) and not self.is_backward(eqn):
-            self._find_input(value, eqn)
+        are_left = any(axes_in(view.parts) for view in value.leaves.values())
+        if value.went(v.INNER) and are_left and not self.is_backward(eqn):
+            self._find_input(value, eqn)  # of a norm, nothing is left
         for leaf, view in value.leaves.items():
             one = replace(value, leaves={leaf: view})
             if not value.data and view.went(v.CONSTANT):
@@ -292,7 +295,8 @@ class Trace:
             elif not view.went(v.PICKED):
                 kind = "factor" if view.went(v.INNER) else "elementwise"
                 self.use(one, kind, eqn)
-        return replace(value, data=True, leaves={}, sources=sources)
+        given = value.given or (bool(value.leaves) and not value.data)
+        return replace(value, data=True, given=given, leaves={}, sources=sources)
 
     def _find_input(self, value: Value, eqn: JaxprEqn) -> None:
         """Of leaves that multiplied each other and then met data, one is like data.
@@ -303,7 +307,10 @@ class Trace:
         # queries (5, 24) @ w (24, 40): the last axis of the queries is contracted, as
         # features of data are; of w it is the first one.
         rows = [x for x, axes in inner.items() if axes == {self.wide(x)[-1]}]
-        if len(rows) == 1 and not value.data and not value.went(v.CONSTANT):
+        is_known = not (
+            value.data or value.went(v.CONSTANT) or inner.keys() & self.facts.lost
+        )
+        if len(rows) == 1 and is_known:
             self.like_data(rows, eqn)
         else:
             self.doubt(inner, EITHER, eqn)

@@ -151,7 +151,8 @@ class Value:
     """What is known of one array."""
 
     data: bool = False  # it depends on data
-    given: bool = False  # floats of an argument or a constant: data or a frozen kernel
+    # Floats of an argument or a constant, data or a frozen kernel; or made of leaves.
+    given: bool = False
     leaves: Mapping[str, View] = field(default_factory=dict)  # beside data: perhaps
     sources: Mapping[Use, Parts] = field(default_factory=dict)  # products it comes from
     gate: str = ""  # HOT, SOFT, QUERY, MIXED or MASKED

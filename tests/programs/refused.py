@@ -37,4 +37,5 @@ REFUSED: dict[str, tuple[set[str], dict[str, str]]] = {
         {"back": "oi", "blocks": "bio", "flow": "io", "skew": "io"},
     ),
     "deep_kernel_with_inducing_points": ({"inducing"}, {"inducing": "adamw"}),
+    "forces_by_kinds": ({"net/w2"}, {"net/w2": "io"}),
 }
