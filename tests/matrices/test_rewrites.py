@@ -30,6 +30,13 @@ def test_same_reading(name):
         ("members: vmap", "codes_scale_features_of_a_grid"),
         ("members: vmap of checkpoint", "branches_kinds_and_a_power_iteration"),
         ("parameter: from devices", "contrastive_predictive_coding"),
+        ("x @ w: an identity before", "prototypes_times_a_matrix"),
+        ("x @ w: a 1 x 1 convolution", "prototypes_times_a_matrix"),
+        ("x @ w: map over outputs", "dora"),
+        ("x @ w: normalized and back", "dora"),
+        ("loss: a gradient inside", "one_task_after_another"),
+        ("members: vmap", "moe_einsum_dispatch"),
+        ("sizes: one sample", "prefixes_sinks_and_registers"),
     ],
 )
 def test_same_reading_of_one(title, name):
