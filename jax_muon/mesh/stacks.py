@@ -95,7 +95,7 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Matrices that are dealt out: each device gets as many as others, or none.
+    """Matrices that are dealt out: every device gets the same number of them, or none.
 
     12 matrices on 8 devices are a round of 8 and one of 4, which the rests of 3 and 2
     others join, with counts (4, 3, 1), and a third one with (1,).
@@ -103,7 +103,7 @@ class Round:
 
     stacks: tuple[Stack, ...]
     counts: tuple[int, ...]  # of their matrices
-    order: tuple[int, ...]  # of all devices; the first one gets the first matrix
+    order: tuple[int, ...]  # all devices; the first one gets the first matrices
     each: int = 1  # matrices of a device, or none
 
     @property
@@ -167,7 +167,8 @@ def _rounds(stacks: Sequence[Stack], start: int) -> Iterator[Round]:
     Rests of 12 ups and downs of a GPT and of 4 queries on 8 devices are 4, 4 and 4: a
     round of ups and downs, and one of queries. A device without a matrix sends zeros as
     long as the largest one, so smaller matrices travel in its place for nothing. Each
-    round goes to the devices with the least work so far.
+    round goes to the devices with the least work of those that the same mesh axes
+    divide.
     """
     groups: dict[object, list[Stack]] = {}  # of the matrices of rests
     for stack in stacks:
@@ -223,7 +224,7 @@ def map_shards(
 ) -> list[Float[Array, "_ _ _"]]:
     """Polar factors of batches (count, rows, columns) of shards.
 
-    1. shards: batches are put together to stacks; small ones are computed here;
+    1. shards: batches are put together into stacks; small ones are computed here;
     2. rounds: a row of shards for each device, which travel in exchanges;
     3. batches: stacks are split into the batches that they came from.
     """

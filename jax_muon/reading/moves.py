@@ -234,19 +234,20 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 def together(
     trace: Trace, eqn: JaxprEqn, values: Sequence[Value], axis: int = -1
 ) -> Value:
-    """Values in one array: leaves beside given data may stay leaves.
+    """Values in one array: leaves beside data stay leaves if all their axes are there.
 
-    Class tokens (1, 24) before x (2, 16, 24), an activation, are like data, and so is
-    what is repeated for each sample. A new kernel (24, 8) beside a frozen one (24, 40)
-    is one with it.
+    Class tokens (1, 24) before x (2, 16, 24) are repeated for each sample: they are
+    like data. A new kernel (24, 8) beside a frozen one (24, 40) is one with it; beside
+    one that was computed, it might as well be rows of data.
     """
     if any(x.data for x in values):
         others = [x for x in values if x.data and not x.leaves]
-        are_beside = axis >= 0 and not all(x.given for x in others)
+        if axis >= 0 and not all(x.given for x in others):
+            own = [y for x in values if _covers(x, axis) for y in x.leaves]
+            wide = [y for y in own if len(trace.wide(y)) > 1]
+            trace.doubt(wide, "it lies beside what data makes, rows or a kernel", eqn)
         values = [
-            trace.as_data(x, eqn)
-            if x.leaves and (are_beside or not _covers(x, axis))
-            else x
+            trace.as_data(x, eqn) if x.leaves and not _covers(x, axis) else x
             for x in values
         ]
     leaves: dict[str, View] = {}

@@ -208,8 +208,8 @@ class Trace:
             if before.depth != depth and before.kind != "picked":
                 continue
             if depth % 2:
-                # Rows of a bias may be in a gradient by its value, and take nothing:
-                # they leave it open whether anything takes the outputs.
+                # A gradient may depend on rows that data picked (depth 0), as of a
+                # bias, which take no outputs: then `decide` refuses.
                 self.takers[path].add((before.path if before.depth else path, depth))
                 continue
             self.takers[before.path].add((path, depth))
@@ -282,9 +282,10 @@ class Trace:
         table w (2, 40), such as of positions, that the grid resizes.
         """
         sources = {**value.sources}
+        # No axis is left of a norm, or of the loss of u @ v.
         are_left = any(axes_in(view.parts) for view in value.leaves.values())
         if value.went(v.INNER) and are_left and not self.is_backward(eqn):
-            self._find_input(value, eqn)  # of a norm, nothing is left
+            self._find_input(value, eqn)
         for leaf, view in value.leaves.items():
             one = replace(value, leaves={leaf: view})
             if not value.data and view.went(v.CONSTANT):

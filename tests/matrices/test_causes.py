@@ -221,6 +221,15 @@ def frozen_columns(p, x, frozen, beside=False):
     return net(p, x, w=lambda w: whole[:, 4:] if beside else w)
 
 
+@form(
+    "beside computed columns", NET, [X, floats(6, 4), integers(6, 2)], "w", beside=True
+)
+def computed_columns(p, x, frozen, codes, beside=False):
+    computed = (frozen @ frozen.T @ frozen) + frozen[:, 0][codes].sum(1)[:, None]
+    whole = jnp.concatenate([computed, p["w"]], 1)
+    return net(p, x, w=lambda w: whole[:, 4:] if beside else w)
+
+
 @form("forces of a vector", {**TWO, "out": floats(8)}, [X], last=jnp.matmul)
 def forces(p, x, last=lambda y, o: y @ o[:, None]):
     """The gradient of an energy alone."""
