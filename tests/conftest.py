@@ -5,7 +5,7 @@ import importlib.metadata
 import os
 
 # Most of the suite's time is compilation, of programs that run once or twice: LLVM
-# optimizes nothing, a module is not split, which pays for large ones alone, and fusions
+# optimizes nothing, a module is not split (that pays for large ones only), and fusions
 # are written by XLA's older emitter, which is quick.
 # XLA's own passes, which place collectives and divide the work, are as ever.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")

@@ -171,14 +171,13 @@ def _rounds(stacks: Sequence[Stack], start: int) -> Iterator[Round]:
     divide.
     """
     groups: dict[object, list[Stack]] = {}  # of the matrices of rests
-    for stack in stacks:
+    for stack in [x for x in stacks if not x.everywhere]:
         each, rest = divmod(stack.count, stack.devices)
-        if each and not stack.everywhere:
+        if each:
             order = tuple(range(stack.devices))
             yield Round((stack,), (stack.count - rest,), order, each)
-        if rest and not stack.everywhere:
-            alike = _alike(stack), stack.shards.batch
-            groups.setdefault(alike, []).extend([stack] * rest)
+        if rest:
+            groups.setdefault(_alike(stack), []).extend([stack] * rest)
     loads: dict[object, np.ndarray] = {}  # FLOPs of each device, by mesh axes
     for group in groups.values():
         devices = group[0].devices
@@ -194,23 +193,23 @@ def _rounds(stacks: Sequence[Stack], start: int) -> Iterator[Round]:
 
 
 def _alike(stack: Stack) -> tuple[object, ...]:
-    """What stacks that travel together have in common."""
+    """What stacks that travel together have in common; mesh axes over batches, too."""
     x = stack.shards
     return stack.repeats, stack.divides, x.dtype, x.back_dtype
 
 
-def _exchanges(rounds: Sequence[Round]) -> Iterator[list[Round]]:
+def _exchanges(rounds: Sequence[Round]) -> list[list[Round]]:
     """Rounds that travel together: neighbours, as long as they are small."""
-    together: list[Round] = []
+    exchanges: list[list[Round]] = []
     for one in rounds:
-        first, width = one.stacks[0], sum(x.width for x in (*together, one))
-        is_small = width * first.devices * first.shards.dtype.itemsize < TOGETHER
-        alike = not together or _alike(first) == _alike(together[0].stacks[0])
-        if together and not (is_small and alike):
-            yield together
-            together = []
-        together = [*together, one]
-    yield from [together] if together else []
+        stack, last = one.stacks[0], exchanges[-1] if exchanges else []
+        width = sum(x.width for x in (*last, one))
+        is_small = width * stack.devices * stack.shards.dtype.itemsize < TOGETHER
+        if last and is_small and _alike(stack) == _alike(last[0].stacks[0]):
+            last.append(one)
+        else:
+            exchanges.append([one])
+    return exchanges
 
 
 # --- on each device, inside shard_map -------------------------------------------------

@@ -242,14 +242,15 @@ def together(
     """
     if any(x.data for x in values):
         others = [x for x in values if x.data and not x.leaves]
-        if axis >= 0 and not all(x.given for x in others):
-            own = [y for x in values if _covers(x, axis) for y in x.leaves]
-            wide = [y for y in own if len(trace.wide(y)) > 1]
-            trace.doubt(wide, "it lies beside what data makes, rows or a kernel", eqn)
-        values = [
-            trace.as_data(x, eqn) if x.leaves and not _covers(x, axis) else x
-            for x in values
-        ]
+        are_given = axis < 0 or all(x.given for x in others)
+        values = [*values]
+        for i, value in enumerate(values):
+            if value.leaves and not _covers(value, axis):
+                values[i] = trace.as_data(value, eqn)
+            elif not are_given:
+                wide = [x for x in value.leaves if len(trace.wide(x)) > 1]
+                why = "it lies beside what data makes, rows or a kernel"
+                trace.doubt(wide, why, eqn)
     leaves: dict[str, View] = {}
     for leaf, view in [x for value in values for x in value.leaves.items()]:
         other = leaves.setdefault(leaf, view)
@@ -279,7 +280,7 @@ def _replaced(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     wide = [x for x in updates.leaves if len(trace.wide(x)) > 1]
     trace.lose(wide, "it is written into an array", eqn)
     updates = trace.as_data(updates, eqn) if updates.leaves else updates
-    if updates.data and array.leaves and not array.data:
+    if updates.data and array.is_learned:
         array = trace.as_data(array, eqn)
     shape = shape_of(eqn.outvars[0])
     source = {a: a for a in range(len(shape))}

@@ -60,10 +60,9 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         contract, (left, right) = ragged.dot_dimension_numbers
         batch = left, (*right, *ragged.rhs_group_dimensions)
     product, pair = Product(eqn, contract, batch), values[:2]
-    if values[2:] or not any(x.leaves and not x.data for x in pair):
+    if values[2:] or not any(x.is_learned for x in pair):
         trace.routes(eqn, values)
     is_backward = trace.is_backward(eqn)
-    are_learned = [bool(x.leaves) and not x.data for x in pair]
     is_outer = is_backward and all(product.free)  # the gradient of y @ vector
     # Five cases: of elements; of two leaves; of no leaf; of a leaf and a constant; and,
     # last, of a leaf and data, which makes it a matrix.
@@ -72,12 +71,12 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         result = elementwise(trace, eqn, "mul", both, product.shape)
         is_mixed = {bool(x.gate) for x in both if x.data} == {False, True}
         return replace(result, gate=v.MIXED) if is_mixed else result
-    if all(x.leaves and not x.data for x in pair):
+    if all(x.is_learned for x in pair):
         like = _like_data(trace, product, pair)
         if not like:
             return _of_leaves(product, pair)
         pair = [trace.as_data(x, eqn) if i in like else x for i, x in enumerate(pair)]
-    plain = [i for i in (0, 1) if pair[i].leaves and not pair[i].data]
+    plain = [i for i in (0, 1) if pair[i].is_learned]
     i = plain[0] if plain else _updated_weight(trace, product, pair)
     if i is None:
         return _of_data(trace, product, pair)
@@ -101,7 +100,7 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if other.gate == v.HOT and not is_backward:
         return pick(trace, eqn, weight, product.moved(i, weight, v.PICKED), other)
     result = _of_weight(trace, product, weight, i, other)
-    return replace(result, given=are_learned[1 - i] and not is_backward)
+    return replace(result, given=values[1 - i].is_learned and not is_backward)
 
 
 def _like_data(trace: Trace, product: Product, pair: Sequence[Value]) -> list[int]:
@@ -309,12 +308,11 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
     shape, is_backward = shape_of(eqn.invars[1]), trace.is_backward(eqn)
     (out, fan_in, *window), new = numbers.rhs_spec, shape_of(eqn.outvars[0])
-    if data.leaves and not data.data and kernel.leaves:
+    if data.is_learned and kernel.leaves:
         if data.covers(shape_of(eqn.invars[0])):  # it is no x, repeated for each sample
             trace.doubt({**data.leaves, **kernel.leaves}, EITHER, eqn)
         else:
             trace.like_data(data.leaves, eqn)
-    is_learned = bool(data.leaves) and not data.data
     data = trace.as_data(data, eqn)
     if data.gate == v.HOT:
         trace.doubt(kernel.leaves, "a one-hot may pick its rows", eqn)
@@ -346,7 +344,8 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             trace.doubt([leaf], "constants mix its groups", eqn)
         for use in trace.use(Value(leaves={leaf: one}), kind, eqn, sides, data):
             sources[use] = v.placed(view.parts, {numbers.out_spec[1]: out}, new)
-    return Value(data=True, given=is_learned and not is_backward, sources=sources)
+    given = values[0].is_learned and not is_backward
+    return Value(data=True, given=given, sources=sources)
 
 
 def _members(parts: Sequence[v.Part], groups: int, shape: Axes) -> set[int]:
@@ -364,7 +363,7 @@ def _members(parts: Sequence[v.Part], groups: int, shape: Axes) -> set[int]:
 def _kernel(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value | list[Value]:
     """A product of a leaf and an activation, if their widths leave no choice."""
     shapes = [shape_of(x) for x in eqn.invars]
-    weights = [i for i, x in enumerate(values) if x.leaves and not x.data]
+    weights = [i for i, x in enumerate(values) if x.is_learned]
     data = [i for i, x in enumerate(values) if x.sources and len(shapes[i]) > 1]
     if len(weights) == len(data) == len(eqn.outvars) == 1:
         shape, (*_, before) = shapes[weights[0]], shapes[data[0]]

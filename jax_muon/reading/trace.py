@@ -296,7 +296,7 @@ class Trace:
             elif not view.went(v.PICKED):
                 kind = "factor" if view.went(v.INNER) else "elementwise"
                 self.use(one, kind, eqn)
-        given = value.given or (bool(value.leaves) and not value.data)
+        given = value.given or value.is_learned
         return replace(value, data=True, given=given, leaves={}, sources=sources)
 
     def _find_input(self, value: Value, eqn: JaxprEqn) -> None:
@@ -308,10 +308,8 @@ class Trace:
         # queries (5, 24) @ w (24, 40): the last axis of the queries is contracted, as
         # features of data are; of w it is the first one.
         rows = [x for x, axes in inner.items() if axes == {self.wide(x)[-1]}]
-        is_known = not (
-            value.data or value.went(v.CONSTANT) or inner.keys() & self.facts.lost
-        )
-        if len(rows) == 1 and is_known:
+        is_followed = not value.went(v.CONSTANT) and not inner.keys() & self.facts.lost
+        if len(rows) == 1 and value.is_learned and is_followed:
             self.like_data(rows, eqn)
         else:
             self.doubt(inner, EITHER, eqn)

@@ -163,6 +163,11 @@ class Value:
     # Products of two activations, and which axes have rows of operand 0 or 1.
     scores: Mapping[Scores, Parts] = field(default_factory=dict)
 
+    @property
+    def is_learned(self) -> bool:
+        """Whether it is made of leaves alone, perhaps with constants."""
+        return bool(self.leaves) and not self.data
+
     def moved(self, change: Callable[[Parts], Parts], kind: str = SUMMED) -> "Value":
         """The same with axes rearranged; leaves' axes that are lost went this way."""
         return replace(

@@ -183,7 +183,7 @@ UNREAD = [  # function, shapes of parameters and of x, words
     (cayley, {"w": (8, 8), "last": (8, 3)}, (5, 8), "it goes into lu"),
     (opaque_solve, {"w": (8, 8), "last": (8, 3)}, (5, 8), "into custom_linear_solve"),
     (summed, {"w": (6, 4, 8), "last": (8, 3)}, (5, 6), "axis 1 is "),
-    (factors, {"u": (9, 3), "v": (3, 7)}, (9, 7), "it multiplies another parameter"),
+    (factors, {"u": (9, 3), "v": (3, 7)}, (9, 7), "not followed at"),
     (lambda p, x: x, {"a": (4, 4), "b": (4,)}, (3,), "on none of the 2 parameters"),
 ]
 
