@@ -244,8 +244,8 @@ def _doubt_factors(
 def _of_data(trace: Trace, product: Product, pair: Sequence[Value]) -> Value:
     """A product of two activations, or of constants: no use of a leaf."""
     eqn, is_forward = product.eqn, not trace.is_backward(product.eqn)
-    for value, other, free in zip(pair, pair[::-1], product.free[::-1], strict=True):
-        i = 0 if value is pair[0] else 1
+    for i, value in enumerate(pair):
+        other, free = pair[1 - i], product.free[1 - i]
         is_frozen = other.given and free and not product.batch[0]
         if is_forward and (is_frozen or other.leaves or _are_rows(other)):
             of = value.sources.items()  # a graph (5, 5) takes rows, and no outputs
