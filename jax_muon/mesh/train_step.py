@@ -433,11 +433,13 @@ class TrainStep:
         count, parts = self._microbatches, self._parts(batch)  # (count, samples, ...)
         first = jax.tree.map(lambda x: x[0], parts)
 
+        scans = Scans(comm, gathers.layer_specs)
+
         def loss(params: Flat, part: PyTree) -> "_Outputs":
-            return self._loss(treedef.unflatten(params), part, *others)
+            with scanning(scans):  # which ignores its `shardings` then
+                return self._loss(treedef.unflatten(params), part, *others)
 
         if gathers.layer_specs:
-            scans = Scans(comm, gathers.layer_specs)
             uses, traced = self._trace(scans, treedef.unflatten(whole), first, others)
             if any(
                 mark and [use.mark for use in leaf_uses] != [mark]

@@ -83,6 +83,13 @@ def test_gradients_of_stacks(alone, where, x64):
     case.assert_gradients(found, alone, args)
 
 
+def test_a_step_ignores_shardings_of_whole_layers(x64):
+    args, specs = case.drawn(), jax.tree.map(lambda _: P(), case.SPECS)
+    loss = case.scanning(losses.plain, mesh_of(4), specs["layers"])
+    step = case.sgd_step(loss, 4, specs=specs)
+    case.assert_gradients(case.gradients(step, *args), losses.plain, args)
+
+
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_beside_tensor_parallelism(kind, x64):
     """Over "tp", layers stay sharded on Auto axes; on Explicit ones they are whole."""
