@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
@@ -195,9 +195,25 @@ class TrainStep:
         serves all samples, or else that the loss depends on the number of devices.
         Values may differ by 1e-4, or by 1e-2 with 16-bit parameters or data.
         """
-        mesh = self.tx.optimizer.place(params)[0].mesh
+        placed, _ = self.tx.optimizer.place(params)
+        loss = functools.partial(self._mean_loss, placed)
         whole = jax.tree.map(jax.device_get, params)
-        return check_loss(self._loss, mesh, self._microbatches, whole, batch, others)
+        return check_loss(loss, placed.mesh, self._microbatches, (whole, batch, others))
+
+    def _mean_loss(
+        self, placed: Placed, mesh: Mesh, microbatches: int, args: PyTree
+    ) -> float:
+        """The loss on another mesh, whose devices have whole parameters."""
+        specs = [PartitionSpec()] * len(placed.paths)
+        placed = dataclasses.replace(
+            placed, mesh=mesh, param_specs=specs, state_specs=specs
+        )
+        step = dataclasses.replace(self, _microbatches=microbatches)
+        gathers = Gathers(placed, [None] * len(specs), {})
+        # XLA leaves out the gradients, which nothing uses.
+        loss = jax.jit(lambda *args: step._on_devices(gathers, *args)[2]["loss"])
+        with jax.set_mesh(mesh):
+            return float(loss(*jax.device_put(args, NamedSharding(mesh, specs[0]))))
 
     def lower(
         self, params: PyTree, state: PyTree, batch: PyTree, *others: PyTree
@@ -230,22 +246,9 @@ class TrainStep:
     ) -> Step:
         gathers = self.gathers(params, batch, *others)
         placed, mesh = gathers.placed, gathers.placed.mesh
-        everywhere, axes = PartitionSpec(), PartitionSpec(mesh.axis_names)
         params = on_devices(params)
         treedef: PyTreeDef = jax.tree.structure(params)
-        if AxisType.Explicit in mesh.axis_types:
-            batch = jax.reshard(batch, NamedSharding(mesh, axes))
-            others = jax.reshard(others, NamedSharding(mesh, everywhere))
-        # With check_vma=True, the gradient of a parameter that devices share would be
-        # summed already, loops could not start from constants, and a loss that ends in
-        # a pmean would have a gradient too small by the number of devices.
-        grads, maxima, metrics = jax.shard_map(
-            functools.partial(self._gradients, gathers, treedef),
-            mesh=mesh,
-            in_specs=(gathers.param_specs, axes, everywhere),
-            out_specs=(gathers.grad_specs, everywhere, everywhere),
-            check_vma=False,
-        )(jax.tree.leaves(params), batch, others)
+        grads, maxima, metrics = self._on_devices(gathers, params, batch, others)
         grads, extra = treedef.unflatten(grads), {"value": metrics["loss"], **maxima}
         step = self.tx.optimizer.update_on_devices
         updates, state = step(grads, state, params, **extra)
@@ -256,6 +259,26 @@ class TrainStep:
         )
         kinds = placed.memory_kinds
         return to_memory(after, mesh, placed.param_specs, kinds), state, metrics
+
+    def _on_devices(
+        self, gathers: Gathers, params: PyTree, batch: PyTree, others: PyTree
+    ) -> tuple[Flat, dict[str, Array], dict[str, PyTree]]:
+        """Each device's `_gradients`, as global arrays."""
+        mesh = gathers.placed.mesh
+        everywhere, axes = PartitionSpec(), PartitionSpec(mesh.axis_names)
+        if AxisType.Explicit in mesh.axis_types:
+            batch = jax.reshard(batch, NamedSharding(mesh, axes))
+            others = jax.reshard(others, NamedSharding(mesh, everywhere))
+        # With check_vma=True, the gradient of a parameter that devices share would be
+        # summed already, loops could not start from constants, and a loss that ends in
+        # a pmean would have a gradient too small by the number of devices.
+        return jax.shard_map(
+            functools.partial(self._gradients, gathers, jax.tree.structure(params)),
+            mesh=mesh,
+            in_specs=(gathers.param_specs, axes, everywhere),
+            out_specs=(gathers.grad_specs, everywhere, everywhere),
+            check_vma=False,
+        )(jax.tree.leaves(params), batch, others)
 
     def _communicator(self, placed: Placed) -> Communicator:
         axes, dtype = placed.mesh.axis_names, self.tx.optimizer.gather_dtype
