@@ -32,7 +32,7 @@ from jax_muon.transforms.weight_decay import Mask
 
 VERSIONS = ("2026-01", "2026-03", "2026-07")  # of `nanochat`
 
-# The transforms for matrices, given how these are read and which of them decay.
+# Transforms of (..., in, out), given how matrices are read and which of them decay.
 Chain = Callable[[Matrices, Mask], optax.GradientTransformation]
 
 
@@ -115,9 +115,10 @@ def nanochat(
     decay = (0.95 if first else 0.9) if beta2 is None else beta2
     settings = {"norm_factor": 1.02 if first else 1.01, "eps": 1e-6}
     polar = _polar(polar, ns_steps, dtype, coefficients.nanochat, **settings)
+    average = _averaged(momentum, mu_dtype=mu_dtype)
 
     def chain(matrices: Matrices, mask: Mask) -> optax.GradientTransformation:
-        on_matrices = optax.chain(
+        return optax.chain(
             *([scaling.equilibrate_rows()] if last else []),
             orthogonalize(polar, joins=matrices.joins),
             *([scaling.normalize_frobenius()] if last else []),
@@ -126,12 +127,8 @@ def nanochat(
             scaling.scale_by_shape(),
             _descend(learning_rate),
         )
-        return optax.chain(
-            _averaged(momentum, mu_dtype=mu_dtype),
-            as_matrices(on_matrices, matrices),
-        )
 
-    return _recipe(chain, matrices, weight_decay_mask, adamw, groups)
+    return _recipe(average, chain, matrices, weight_decay_mask, adamw, groups)
 
 
 def normuon(
@@ -202,10 +199,12 @@ def normuon(
       >>> round(float(jnp.sqrt(jnp.mean(updates["mlp"] ** 2))), 4)
       0.2
     """
+    polar = _polar(polar, ns_steps, dtype)
+    average = _averaged(momentum, nesterov=False, mu_dtype=mu_dtype)
 
     def chain(matrices: Matrices, mask: Mask) -> optax.GradientTransformation:
-        on_matrices = optax.chain(
-            orthogonalize(_polar(polar, ns_steps, dtype), joins=matrices.joins),
+        return optax.chain(
+            orthogonalize(polar, joins=matrices.joins),
             # The paper adds 1e-8 to the root; here the root is at least 1e-8. The
             # default, 1e-5, would hold back neurons whose first updates are small.
             scaling.scale_by_normuon(_beta2(beta2), axis="output", eps=1e-16),
@@ -213,12 +212,8 @@ def normuon(
             decays.add_decayed_weights(weight_decay, mask),
             _descend(learning_rate),
         )
-        return optax.chain(
-            _averaged(momentum, nesterov=False, mu_dtype=mu_dtype),
-            as_matrices(on_matrices, matrices),
-        )
 
-    return _recipe(chain, matrices, weight_decay_mask, adamw, groups)
+    return _recipe(average, chain, matrices, weight_decay_mask, adamw, groups)
 
 
 def muon(
@@ -303,8 +298,8 @@ def muon(
         momentum, nesterov=nesterov, bias_correction=bias_correction, mu_dtype=mu_dtype
     )
     polar = _polar(polar, ns_steps, dtype)
-    chain = _muon(average, polar, adjust_lr_fn, weight_decay, learning_rate)
-    return _recipe(chain, matrices, weight_decay_mask, adamw, groups)
+    chain = _muon(polar, adjust_lr_fn, weight_decay, learning_rate)
+    return _recipe(average, chain, matrices, weight_decay_mask, adamw, groups)
 
 
 def moonlight(
@@ -373,8 +368,8 @@ def moonlight(
     """
     average = _averaged(momentum, mu_dtype=mu_dtype)
     polar = _polar(polar, ns_steps, dtype)
-    chain = _muon(average, polar, "match_rms_adamw", weight_decay, learning_rate)
-    return _recipe(chain, matrices, weight_decay_mask, adamw, groups)
+    chain = _muon(polar, "match_rms_adamw", weight_decay, learning_rate)
+    return _recipe(average, chain, matrices, weight_decay_mask, adamw, groups)
 
 
 def teon(
@@ -448,13 +443,13 @@ def teon(
     average = _averaged(momentum, nesterov=False, mu_dtype=mu_dtype)
     table = coefficients.polar_express_paper
     polar = _polar(polar, ns_steps, dtype, table, norm_factor=1.01)
-    single = _muon(average, polar, "spectral_norm", weight_decay, learning_rate)
+    single = _muon(polar, "spectral_norm", weight_decay, learning_rate)
 
     def chain(matrices: Matrices, mask: Mask) -> optax.GradientTransformation:
         joined = matrices.joins is not None
         return single(matrices if joined else with_joins(matrices, 2), mask)
 
-    return _recipe(chain, matrices, weight_decay_mask, adamw, groups)
+    return _recipe(average, chain, matrices, weight_decay_mask, adamw, groups)
 
 
 def muonh(
@@ -512,18 +507,14 @@ def muonh(
       >>> round(float(jnp.linalg.norm(params["mlp"] + updates["mlp"])), 4)
       5.0
     """
+    polar = _polar(polar, ns_steps, dtype)
+    average = _averaged(momentum, mu_dtype=mu_dtype)
 
     def chain(matrices: Matrices, _: Mask) -> optax.GradientTransformation:
-        on_matrices = optax.chain(
-            orthogonalize(_polar(polar, ns_steps, dtype), joins=matrices.joins),
-            hyperball(learning_rate),
-        )
-        return optax.chain(
-            _averaged(momentum, mu_dtype=mu_dtype),
-            as_matrices(on_matrices, matrices),
-        )
+        step = hyperball(learning_rate)
+        return optax.chain(orthogonalize(polar, joins=matrices.joins), step)
 
-    return _recipe(chain, matrices, None, adamw, groups)
+    return _recipe(average, chain, matrices, None, adamw, groups)
 
 
 def _polar(
@@ -549,7 +540,6 @@ def _polar(
 
 
 def _muon(
-    average: optax.GradientTransformation,
     polar: Polar,
     adjust_lr_fn: scaling.AdjustLr,
     weight_decay: optax.ScalarOrSchedule,
@@ -558,13 +548,12 @@ def _muon(
     """The chain of `muon` and of recipes that only have other settings."""
 
     def chain(matrices: Matrices, mask: Mask) -> optax.GradientTransformation:
-        on_matrices = optax.chain(
+        return optax.chain(
             orthogonalize(polar, joins=matrices.joins),
             scaling.scale_by_shape(adjust_lr_fn),
             decays.add_decayed_weights(weight_decay, mask),
             _descend(learning_rate),
         )
-        return optax.chain(average, as_matrices(on_matrices, matrices))
 
     return chain
 
@@ -594,13 +583,14 @@ def _descend(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformat
 
 
 def _recipe(
+    average: optax.GradientTransformation,
     chain: Chain,
     matrices: Reading,
     mask: Mask,
     adamw: optax.GradientTransformation | None,
     groups: Mapping[str, optax.GradientTransformation] | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The chain for "muon", a transform for "adamw", and the user's groups."""
+    """For "muon" the average of gradients and a chain, and others for other labels."""
     others = dict(groups or {})
     if MUON in others or ADAMW in others:
         expected = f"others than {MUON!r}, and {ADAMW!r}, whose transform is adamw="
@@ -617,6 +607,7 @@ def _recipe(
     ) -> dict[str, optax.GradientTransformation]:
         # A mask is about whole parameters, also of other labels.
         by_path = None if mask is None else decays.mask_by_path(mask, tree)
-        return {MUON: chain(read, by_path), **others}
+        muon = optax.chain(average, as_matrices(chain(read, by_path), read))
+        return {MUON: muon, **others}
 
     return by_label(transforms, matrices)
