@@ -72,15 +72,11 @@ def as_matrices(
 
     def view_of(tree: PyTree) -> View:
         read = resolve(matrices, tree)
-        parts = read
-        if read.splits:
-            split = read_parts(read.parameters, read.splits)
-            parts = dataclasses.replace(read, parameters=split, splits={})
+        parts = read_parts(read.parameters, read.splits)
         facts.record(Read).leaves.update(read.parameters)
-        facts.record(Read).parts.update(parts.parameters)
-        if not read.splits:
-            return read.view
-        return functools.partial(cut, parts.view, tuple(read.splits.items()))
+        facts.record(Read).parts.update(parts)
+        of_parts = dataclasses.replace(read, parameters=parts, splits={})
+        return functools.partial(cut, of_parts.view, tuple(read.splits.items()))
 
     viewed = _viewed("tx", tx, view_of)
 
