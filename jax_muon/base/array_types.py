@@ -31,6 +31,7 @@ class MeshContext:
     replicas: bool = False  # in `on_replicas`: every device has whole arrays
     layout: LayoutByPath | None = None  # inside `on_mesh`, of the gradients
     users_mesh: AbstractMesh | None = None  # inside `on_mesh`, the mesh around it
+    scans: Any = None  # in the loss of a train step: its `Scans`, see `communicator.py`
 
 
 _NONE = MeshContext()

@@ -1,9 +1,7 @@
 """Gathers and sums of sharded arrays over mesh axes, inside shard_map."""
 
-import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax import Array
@@ -76,22 +74,3 @@ class Scans:
         """The marks of the leaves of the next call."""
         self.calls += 1
         return [Mark(self.calls - 1, leaf) for leaf in range(leaves)]
-
-
-# In the loss of a train step; None elsewhere.
-_scans = contextvars.ContextVar[Scans | None]("jax_muon_scans", default=None)
-
-
-def current_scans() -> Scans | None:
-    """Of the train step whose loss is being traced, or None."""
-    return _scans.get()
-
-
-@contextlib.contextmanager
-def scanning(scans: Scans) -> Iterator[None]:
-    """Inside the `with` block, `scan_layers` belongs to a train step."""
-    token = _scans.set(scans)
-    try:
-        yield
-    finally:
-        _scans.reset(token)

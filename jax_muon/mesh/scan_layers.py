@@ -24,6 +24,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from jax_muon.base import checks, jaxprs
+from jax_muon.base.array_types import mesh_context
 from jax_muon.base.dtypes import wide
 from jax_muon.base.specs import (
     AxisName,
@@ -35,7 +36,7 @@ from jax_muon.base.specs import (
     only,
     spec_names,
 )
-from jax_muon.mesh.communicator import Communicator, current_scans
+from jax_muon.mesh.communicator import Communicator, Scans
 from jax_muon.mesh.layout import MIN_SIZE, Layout, Shaped, Where
 
 Function = Callable[..., PyTree]
@@ -102,7 +103,7 @@ def scan_layers(
         checks.refuse("first axes of layers", sorted(lengths), expected)
     treedef: PyTreeDef
     flat, treedef = jax.tree.flatten(layers)
-    scans = current_scans()
+    scans: Scans | None = mesh_context().scans
     if scans:
         comm, specs, marks = scans.comm, scans.specs, scans.marks(len(flat))
         layer_specs = grad_specs = [specs.get(x, PartitionSpec()) for x in marks]

@@ -28,13 +28,13 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from jax_muon.base import checks, jaxprs, trees
-from jax_muon.base.array_types import with_shardings
+from jax_muon.base.array_types import in_mesh_context, with_shardings
 from jax_muon.base.dtypes import is_key, wide
 from jax_muon.base.jaxprs import Mark
 from jax_muon.base.specs import dividing
 from jax_muon.mesh import xla_options
 from jax_muon.mesh.check_loss import check_loss
-from jax_muon.mesh.communicator import Communicator, Scans, scanning
+from jax_muon.mesh.communicator import Communicator, Scans
 from jax_muon.mesh.layout import Placed
 from jax_muon.mesh.on_mesh import OnMesh, Updated, on_devices, to_memory
 
@@ -386,7 +386,7 @@ class TrainStep:
         # With a separate axis a trace finds no function that JAX remembers from
         # another one, in which `scan_layers` did something else.
         axis = f"trace {next(_traces)} of jax_muon"
-        with scanning(scans):
+        with in_mesh_context(scans=scans):
             trace = jax.make_jaxpr(self._loss, axis_env=[(axis, 1)], return_shape=True)
             closed, results = trace(params, part, *others)
         count = len(jax.tree.leaves(params))
@@ -455,11 +455,10 @@ class TrainStep:
         # 2. Loss.
         count, parts = self._microbatches, self._parts(batch)  # (count, samples, ...)
         first = jax.tree.map(lambda x: x[0], parts)
-
         scans = Scans(comm, gathers.layer_specs)
 
         def loss(params: Flat, part: PyTree) -> "_Outputs":
-            with scanning(scans):  # which ignores its `shardings` then
+            with in_mesh_context(scans=scans):  # in it `shardings` do not count
                 return self._loss(treedef.unflatten(params), part, *others)
 
         if gathers.layer_specs:
