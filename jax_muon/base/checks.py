@@ -108,14 +108,14 @@ def rate_at(rate: optax.ScalarOrSchedule, count: ArrayLike) -> float | jax.Array
     return rate(count) if callable(rate) else rate
 
 
-def as_scalar(name: str, value: ArrayLike, expected: str) -> ArrayLike:
-    """A traced or computed number, which must be a real scalar."""
+def as_scalar(name: str, value: ArrayLike, expected: str, *kinds: type) -> jax.Array:
+    """A traced or computed number, which must be a scalar of one of these dtypes."""
     if not isinstance(value, (int, float)) and not hasattr(value, "dtype"):
         refuse(name, value, expected)
-    shape, dtype = jnp.shape(value), jnp.result_type(value)
-    if shape or not any(jnp.issubdtype(dtype, x) for x in (jnp.floating, jnp.integer)):
-        raise ValueError(f"{name} is {dtype} of shape {shape}; expected {expected}")
-    return value
+    x = jnp.asarray(value)
+    if x.shape or not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
+        raise ValueError(f"{name} is {x.dtype} of shape {x.shape}; expected {expected}")
+    return x
 
 
 def is_inexact(x: object) -> bool:

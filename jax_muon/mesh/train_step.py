@@ -596,8 +596,8 @@ def _outputs(
         loss, aux = _pair("has_aux", loss)
     if weighted:
         loss, weight = _pair("weighted", loss)
-        weight = checks.as_scalar("the weight of loss_fn", weight, "a real scalar")
-        weight = jnp.asarray(weight, float)
+        name, real = "the weight of loss_fn", (jnp.floating, jnp.integer)
+        weight = checks.as_scalar(name, weight, "a real scalar", *real).astype(float)
         weight = jnp.where(weight < 0, jnp.nan, weight)
     entries = aux if isinstance(aux, Mapping) else {}
     if not {*max_aux} <= {*entries}:
@@ -606,10 +606,8 @@ def _outputs(
     maxima = {name: entries[name] for name in max_aux}
     if maxima:
         aux = {name: x for name, x in entries.items() if name not in maxima}
-    expected = "a real scalar in floating point"
-    loss = jnp.asarray(checks.as_scalar("the loss of loss_fn", loss, expected))
-    if not jnp.issubdtype(loss.dtype, jnp.floating):
-        checks.refuse("the loss of loss_fn", loss, f"{expected}, which has a gradient")
+    expected = "a real scalar in floating point, which has a gradient"
+    loss = checks.as_scalar("the loss of loss_fn", loss, expected, jnp.floating)
     return loss, (weight, aux, maxima)
 
 
