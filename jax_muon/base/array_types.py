@@ -165,8 +165,10 @@ def with_shardings(tree: PyTree, shardings: Iterable[NamedSharding]) -> PyTree:
     )
 
 
-def typed(tree: PyTree, specs: Iterable[PartitionSpec], mesh: AbstractMesh) -> PyTree:
-    """Shapes of arrays on an Explicit mesh, with a spec for each leaf in its type."""
+def typed(
+    tree: PyTree, specs: Iterable[PartitionSpec], mesh: Mesh | AbstractMesh
+) -> PyTree:
+    """Shapes of arrays, with a spec for each leaf: on Explicit axes in its type."""
     return with_shardings(tree, [NamedSharding(mesh, spec) for spec in specs])
 
 

@@ -28,7 +28,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from jax_muon.base import checks, jaxprs, trees
-from jax_muon.base.array_types import in_mesh_context, with_shardings
+from jax_muon.base.array_types import in_mesh_context, typed
 from jax_muon.base.dtypes import is_key, wide
 from jax_muon.base.jaxprs import Mark
 from jax_muon.base.specs import dividing
@@ -366,17 +366,12 @@ class TrainStep:
             uses.extend(self._trace(scans, params, first, others)[0])
             return ()
 
-        specs = PartitionSpec(), axes, PartitionSpec()
-        shapes = [
-            with_shardings(
-                tree, [NamedSharding(mesh, spec)] * len(jax.tree.leaves(tree))
-            )
-            for tree, spec in zip((params, batch, others), specs, strict=True)
-        ]
+        args, specs = (params, batch, others), (PartitionSpec(), axes, PartitionSpec())
+        of_leaves = jax.tree.leaves(jax.tree.broadcast(specs, args))
         look = jax.shard_map(
             look, mesh=mesh, in_specs=specs, out_specs=(), check_vma=False
         )
-        jax.eval_shape(look, *shapes)
+        jax.eval_shape(look, *typed(args, of_leaves, mesh))
         return uses
 
     def _trace(
