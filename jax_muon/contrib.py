@@ -6,13 +6,11 @@ The matrices take this package's path: each is orthogonalized once on a mesh, in
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType
@@ -21,7 +19,6 @@ from optax.contrib import MuonDimensionNumbers
 
 from jax_muon import recipes
 from jax_muon.base import checks, trees
-from jax_muon.base.dtypes import wider
 from jax_muon.matrices.matrices import ADAMW, MUON, Matrices
 from jax_muon.polar.coefficients import NEWTON_SCHULZ, Coefficients
 from jax_muon.polar.factors import NewtonSchulz
@@ -205,8 +202,7 @@ def _polar(
                 "ns_steps or eps is an array inside on_mesh; use numbers: under "
                 'optax.inject_hyperparams pass static_args=("ns_steps", "eps")'
             )
-        of_dtype = dataclasses.replace(settings, dtype=wider(x.dtype, jnp.bfloat16))
         stack = x.reshape(-1, *x.shape[-2:])
-        return iterate((stack,), of_dtype, False, late).reshape(x.shape)
+        return iterate((stack,), settings, False, late).reshape(x.shape)
 
     return polar

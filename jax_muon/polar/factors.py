@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_muon.base import checks, facts
-from jax_muon.base.dtypes import wide, wider
+from jax_muon.base.dtypes import wide
 from jax_muon.polar import iteration
 from jax_muon.polar.coefficients import (
     NEWTON_SCHULZ,
@@ -122,16 +122,10 @@ class NewtonSchulz:
         if not stacks[0].size:
             return jnp.concatenate(stacks)
         m, n = sorted(stacks[0].shape[-2:])
-        settings = self._for(stacks[0].dtype)
-        kernels = settings.dtype == "bfloat16" and takes_kernels(self.kernels, m)
+        dtype = self.dtype or stacks[0].dtype
+        kernels = dtype == "bfloat16" and takes_kernels(self.kernels, m)
         facts.record(Kernels)[m, n] = kernels
-        return iteration.iterate(tuple(stacks), settings, kernels)
-
-    def _for(self, dtype: jnp.dtype) -> "NewtonSchulz":
-        """The same settings with a dtype, for matrices of this one."""
-        if self.dtype is not None:
-            return self
-        return dataclasses.replace(self, dtype=wider(dtype, "bfloat16"))
+        return iteration.iterate(tuple(stacks), self, kernels)
 
 
 @dataclasses.dataclass(frozen=True)

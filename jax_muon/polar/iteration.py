@@ -90,6 +90,7 @@ def iterate(
       late: numbers that are known at run time alone; `settings` has placeholders.
     """
     settings = types.SimpleNamespace(**vars(settings), more_steps=None)
+    settings.dtype = settings.dtype or wider(stacks[0].dtype, jnp.bfloat16)
     rows, cols = stacks[0].shape[-2:]
     if 1 in (rows, cols) and settings.dtype == "bfloat16":
         # The only singular value of one row begins where the quintics are steepest: in
