@@ -1,5 +1,7 @@
 """The user's rules: labels and dimension numbers, by path patterns or in a tree."""
 
+import collections
+import itertools
 import sys
 import warnings
 from collections.abc import Collection, Container, Mapping, Sequence
@@ -94,22 +96,18 @@ def _check_stacked_vectors(
     Norm gains and biases of stacked layers or experts look like this. They count as
     beside if they share a module with the stack, or the stack is in no module.
     """
-    modules = [x.path.split("/")[:-1] for x in parameters]
     # {"params": {...}}: a module of all parameters says nothing.
-    common = modules[0] if modules else []
-    while any(x[: len(common)] != common for x in modules):
-        common = common[:-1]
-    depth = len(common)
-    batches: dict[str, set[int]] = {}  # sizes, by the outermost module of the stack
+    modules = zip(*(x.path.split("/")[:-1] for x in parameters), strict=False)
+    depth = len([*itertools.takewhile(lambda names: len({*names}) == 1, modules)])
+
+    def outermost(x: Parameter) -> str:
+        return next(iter(x.path.split("/")[depth:-1]), "")
+
+    sizes = collections.defaultdict[str, set[int]](set)  # of batches, by module
     for x in parameters:
         if x.axes is not None and x.label != ADAMW:
-            outer, *_ = [*x.path.split("/")[depth:-1], ""]
-            batches.setdefault(outer, set()).update(x.shape[i] for i in x.axes.batch)
-    stacked = []
-    for x in by_pattern:
-        outer, *_ = [*x.path.split("/")[depth:-1], ""]
-        if {*x.shape} & (batches.get(outer, set()) | batches.get("", set())):
-            stacked.append(x)
+            sizes[outermost(x)].update(x.shape[axis] for axis in x.axes.batch)
+    stacked = [x for x in by_pattern if {*x.shape} & (sizes[outermost(x)] | sizes[""])]
     if stacked:
         lines = [f"    {x.path!r}: '{ADAMW} or {MUON}',  # {x.shape}" for x in stacked]
         raise ValueError(
