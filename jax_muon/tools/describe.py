@@ -214,15 +214,7 @@ def describe(
     params = checks.as_arrays("params", checks.trained(params))
     if isinstance(tx, OnMesh):
         tx.optimizer.place(params)  # refuses shapes that do not show where
-    gathers: list[bool | None] = []
-    if isinstance(step, TrainStep):
-        if not batch:
-            checks.refuse("batch", batch, "the batch and others of the step, or shapes")
-        found = step.gathers(params, *batch)
-        marks = zip(found.marks, found.param_specs, strict=True)
-        gathers = [mark is not None if any(spec) else None for mark, spec in marks]
-    elif batch:
-        checks.refuse("batch", batch, "none, unless tx is a step of make_train_step")
+    gathers = _gathers(step, params, batch)
     shapes = jax.tree.map(_shape, params)
     arrays, others = array_types.arrays_and_others(extra_args)
 
@@ -232,54 +224,14 @@ def describe(
         return state
 
     state, recorded = facts.eval_shape(first_step, shapes, arrays)
-    shardings: dict[str, tuple[PartitionSpec, PartitionSpec | None]] = {
-        path: (x.sharding.spec, None)
-        for path, x in trees.leaves_with_paths(shapes)
-        if x.sharding is not None
-    }
     orthogonalized = recorded[Orthogonalized]
-    sizes = orthogonalized.sizes
-    summed: tuple[str, ...] = ()
-    by_layer: dict[str, bool | None] = {}
-    unsharded: list[str] = []
-    for placed, known in recorded[OnMeshes]:  # one, perhaps inside of a chain
+    layout = _layout(shapes, recorded, gathers)
+    for placed, _ in recorded[OnMeshes]:  # one, perhaps inside of a chain
         before = dataclasses.replace(placed, state_specs=placed.param_specs)
         state = trace_init(tx, shapes, before).on(placed.mesh)
-        unsharded += known.whole
-        sizes |= placed.mesh.shape
-        summed = placed.mesh.axis_names if gathers else placed.divide
-        both = zip(placed.param_specs, placed.state_specs, strict=True)
-        shardings |= dict(zip(placed.paths, both, strict=True))
-        by_layer |= dict(zip(placed.paths, gathers, strict=False))
-    joined = orthogonalized.joined  # only of parameters that are orthogonalized
-    read, leaves = _rows(shapes, recorded[Read].parts), recorded[Read].leaves
+    read, sizes = _rows(shapes, recorded[Read].parts), layout.sizes
     state_bytes = _bytes_by_path(state, read)
-    residuals, scales = recorded[Residuals], recorded[Scales]
-
-    def described(parameter: Parameter) -> DescribedParameter:
-        path = parameter.path
-        if joined and path not in joined and parameter.label == MUON:
-            # A matrix, which `optax.multi_transform` gives to another transform.
-            parameter = dataclasses.replace(parameter, label="-")
-        leaf = trees.nearest_prefix(shardings, path) or ""
-        spec, state_spec = shardings.get(leaf, (None, None))
-        whole, divided = leaves.get(leaf), state_spec or spec
-        minor = whole.axes.minor if whole and whole.axes and path in joined else ()
-        kept = specs.dividing(divided or PartitionSpec(), sizes)
-        return DescribedParameter(
-            parameter,
-            parameter.sizes if path in joined else None,
-            joined.get(path, 1),
-            scales.get(path),
-            state_bytes[path],
-            spec,
-            state_spec,
-            residuals.get(trees.nearest_prefix(residuals, path) or ""),
-            by_layer.get(trees.nearest_prefix(by_layer, path) or ""),
-            any(axis < len(kept) and kept[axis] for axis in minor),
-        )
-
-    entries = tuple(map(described, read))
+    entries = [_described(x, state_bytes[x.path], layout, recorded) for x in read]
     stacks = tuple(itertools.chain(*orthogonalized.stacks.values()))
     rounds = tuple(itertools.chain(*orthogonalized.rounds.values()))
     parts: tuple[Stack | Round, ...] = *stacks, *rounds
@@ -287,14 +239,14 @@ def describe(
     sent |= {"gradients": 0.0, "gathers": 0.0}
     for leaf in entries:
         if leaf.spec is not None and leaf.state_spec is not None:
-            _count(sent, leaf, {*summed}, sizes)
+            _count(sent, leaf, layout.summed, sizes)
 
     def held(leaf: DescribedParameter, spec: PartitionSpec | None) -> int:
         names = specs.spec_names(spec or PartitionSpec())
         return leaf.bytes // math.prod(sizes.get(name, 1) for name in names)
 
     return Description(
-        entries,
+        tuple(entries),
         stacks,
         rounds,
         sizes,
@@ -304,8 +256,79 @@ def describe(
             "state": sum(map(_bytes_on_a_device, jax.tree.leaves(state))),
         },
         sent,
-        tuple(unsharded),
+        tuple(x for _, known in recorded[OnMeshes] for x in known.whole),
         tuple(sorted(shape for shape, taken in recorded[Kernels].items() if taken)),
+    )
+
+
+# --- parameters and their layout ------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Layout:
+    """How the parameters of a tree are sharded, by path."""
+
+    sizes: Mapping[str, int]  # of the axes of the mesh
+    specs: Mapping[str, tuple[PartitionSpec, PartitionSpec | None]]  # also of its state
+    by_layer: Mapping[str, bool | None]
+    summed: set[str]  # the axes over which gradients are summed
+
+
+def _gathers(step: Any, params: Any, batch: Sequence[Any]) -> list[bool | None]:
+    """Of each parameter of a train step, `DescribedParameter.by_layer`."""
+    if not isinstance(step, TrainStep):
+        if batch:
+            expected = "none, unless tx is a step of make_train_step"
+            checks.refuse("batch", batch, expected)
+        return []
+    if not batch:
+        checks.refuse("batch", batch, "the batch and others of the step, or shapes")
+    found = step.gathers(params, *batch)
+    marks = zip(found.marks, found.param_specs, strict=True)
+    return [mark is not None if any(spec) else None for mark, spec in marks]
+
+
+def _layout(
+    shapes: Any, recorded: facts.Facts, gathers: Sequence[bool | None]
+) -> _Layout:
+    """As the types of parameters show it, or `on_mesh`."""
+    flat = trees.leaves_with_paths(shapes)
+    shown = {path: (x.sharding.spec, None) for path, x in flat if x.sharding}
+    layout = _Layout(recorded[Orthogonalized].sizes, shown, {}, set())
+    for placed, _ in recorded[OnMeshes]:
+        layout.sizes = {**layout.sizes, **placed.mesh.shape}
+        both = zip(placed.param_specs, placed.state_specs, strict=True)
+        layout.specs = {**layout.specs, **dict(zip(placed.paths, both, strict=True))}
+        layout.by_layer = dict(zip(placed.paths, gathers, strict=False))
+        layout.summed = {*(placed.mesh.axis_names if gathers else placed.divide)}
+    return layout
+
+
+def _described(
+    parameter: Parameter, state_bytes: int, layout: _Layout, recorded: facts.Facts
+) -> DescribedParameter:
+    """What happens to a parameter, or to a part of one with a split."""
+    path, joined = parameter.path, recorded[Orthogonalized].joined
+    residuals = recorded[Residuals]
+    if joined and path not in joined and parameter.label == MUON:
+        # A matrix, which `optax.multi_transform` gives to another transform.
+        parameter = dataclasses.replace(parameter, label="-")
+    leaf = trees.nearest_prefix(layout.specs, path) or ""
+    spec, state_spec = layout.specs.get(leaf, (None, None))
+    whole, divided = recorded[Read].leaves.get(leaf), state_spec or spec
+    minor = whole.axes.minor if whole and whole.axes and path in joined else ()
+    kept = specs.dividing(divided or PartitionSpec(), layout.sizes)
+    return DescribedParameter(
+        parameter,
+        parameter.sizes if path in joined else None,
+        joined.get(path, 1),
+        recorded[Scales].get(path),
+        state_bytes,
+        spec,
+        state_spec,
+        residuals.get(trees.nearest_prefix(residuals, path) or ""),
+        layout.by_layer.get(trees.nearest_prefix(layout.by_layer, path) or ""),
+        any(axis < len(kept) and kept[axis] for axis in minor),
     )
 
 
@@ -324,9 +347,6 @@ def _count(
     over_shards = whole - whole / shards
     sent["gathers"] += over_shards
     sent["gradients"] += over_shards + 2 * (1 - 1 / repeats) * whole / shards
-
-
-# --- parameters and state -------------------------------------------------------------
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
