@@ -99,7 +99,7 @@ def note_attention(
     loops = _loops(calls)
     for i, weights in enumerate(pair):
         values, at = pair[1 - i], [*product.batch[1 - i], *product.free[1 - i]]
-        is_soft = weights.gate in (v.SOFT, v.QUERY) and not values.gate
+        is_soft = weights.gate == v.SOFT and not values.gate
         for scores, rows in weights.scores.items() if is_soft else ():
             along = axes_in(rows, product.contract[i])
             if len(along) == 1:

@@ -132,8 +132,6 @@ def _gate(name: str, values: Sequence[Value], result: Value) -> str:
         return v.HOT
     if name in _GATES and result.data:
         return v.SOFT
-    if name == "div" and _is_along_data(values):
-        return v.QUERY
     if name in ("mul", "select_n") and {v.HOT, ""} == {
         x.gate for x in values if x.data
     }:
@@ -219,20 +217,6 @@ def _note_gates(trace: Trace, values: Sequence[Value]) -> None:
             if axes_in(parts) - inside and use not in gates.sources:
                 for axis in inside:
                     trace.facts.gated[use, axis] = is_gate
-
-
-def _is_along_data(values: Sequence[Value]) -> bool:
-    """Whether e / e.sum() has a sum over axes that are no outputs of a product.
-
-    So do scores of learned queries (5, 24) @ x.T, (2, 5, 16), along x.
-    """
-    if values[0].gate == values[1].gate == v.SOFT:
-        for use, parts in values[1].sources.items():
-            pairs = zip(values[0].sources.get(use, ()), parts, strict=False)
-            lost = [axes_in([a]) and not axes_in([b]) for a, b in pairs]
-            if axes_in(parts) and not any(lost):
-                return True
-    return False
 
 
 def _note_distances(trace: Trace, eqn: JaxprEqn, value: Value) -> None:

@@ -263,7 +263,7 @@ def _of_data(trace: Trace, product: Product, pair: Sequence[Value]) -> Value:
             if inside and left and other.gate and not value.gate:
                 trace.facts.gated |= dict.fromkeys(((use, x) for x in inside), True)
             note_members(trace, eqn, use, inside, left)
-        if is_forward and value.gate in (v.QUERY, v.SOFT):
+        if is_forward and value.gate == v.SOFT:
             uses = [
                 x.path
                 for x, parts in value.sources.items()

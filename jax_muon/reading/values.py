@@ -25,9 +25,9 @@ LOOP, INDEX, PICKED = "loop", "index", "picked"  # one element: of a loop, w[3],
 INNER, CONSTANT, SUMMED = "inner", "constant", "summed"  # contracted with a leaf, ...
 # The side of a matrix that an axis is on in a use; rows may be those of a matrix.
 BATCH, ROW, IN, OUT = "batch", "row", "in", "out"
-# Gates: ids == numbers; exponentials and sigmoids, perhaps normalized along data; other
-# data times one of these; elements of data where ids == numbers.
-HOT, SOFT, QUERY, MIXED, MASKED = "hot", "soft", "query", "mixed", "masked"
+# Gates: ids == numbers; exponentials and sigmoids, perhaps normalized; other data times
+# one of these; elements of data where ids == numbers.
+HOT, SOFT, MIXED, MASKED = "hot", "soft", "mixed", "masked"
 
 
 def axes_in(
@@ -155,7 +155,7 @@ class Value:
     given: bool = False
     leaves: Mapping[str, View] = field(default_factory=dict)  # beside data: perhaps
     sources: Mapping[Use, Parts] = field(default_factory=dict)  # products it comes from
-    gate: str = ""  # HOT, SOFT, QUERY, MIXED or MASKED
+    gate: str = ""  # HOT, SOFT, MIXED or MASKED
     # Uses among whose outputs it was chosen: by a top-k, or perhaps (False).
     chosen: frozenset[tuple[Use, bool]] = frozenset()
     # Leaves that multiplied it, with True for the axes along which it was repeated.
@@ -219,7 +219,7 @@ def joined(values: Sequence[Value]) -> Value:
         data=bool(data),
         given=all(x.given for x in data) and any(x.given for x in values),
         sources=_merged(x.sources for x in values),
-        gate=next((x for x in ("", QUERY, SOFT, HOT) if x in gates), ""),
+        gate=next((x for x in ("", SOFT, HOT) if x in gates), ""),
         chosen=frozenset().union(*(x.chosen for x in values)),
         scaled={leaf: of for x in values for leaf, of in x.scaled.items()},
         scores=_merged(x.scores for x in values),
