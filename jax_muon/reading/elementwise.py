@@ -98,9 +98,6 @@ def elementwise(
                 _note_distances(trace, eqn, value)
             values[i] = replace(trace.as_data(value, eqn), data=is_data)
     result = v.joined(values)
-    if name in SUMS and any(not x.data for x in whole):  # a step along a gradient
-        left = {x: of for x, of in result.sources.items() if not x.depth}
-        result = replace(result, sources=left)
     gate = _gate(name, values, result)
     if name == "eq" and gate == v.HOT:
         result = trace.with_choice(result, shape)
