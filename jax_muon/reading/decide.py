@@ -110,7 +110,7 @@ def _by_products(
     inner = {a for x in products for a in x.axes(v.INNER)}
     is_taken = any(x != path or not depth for x, depth in trace.takers[path])
     is_head = not is_taken and not inner & {*axes.output}
-    if why := _contradiction(axes, others, uses):
+    if why := _contradiction(axes, others):
         return MUON, "unknown", f"{why}{at}", None
     if is_head:
         if why := _lost_head(path, trace):
@@ -127,13 +127,8 @@ def _by_products(
     return MUON, role, f"{products[0].kind} over ax{plural} {inside}{at}", axes
 
 
-def _contradiction(
-    axes: MatrixAxes, others: Sequence[MatrixAxes], uses: Sequence[Use]
-) -> str:
+def _contradiction(axes: MatrixAxes, others: Sequence[MatrixAxes]) -> str:
     """Why uses contradict each other, or ""; x @ w and x @ w.T do not."""
-    norms = [{*x.sides} - x.axes(v.SUMMED) for x in uses if x.kind == "norms"]
-    if any(x - {*axes.batch} == {*axes.output} for x in norms):
-        return "distances to its rows may be taken"
     swapped = MatrixAxes(axes.batch, axes.output, axes.reduction)
     for x in others:
         if x not in (axes, swapped):

@@ -220,5 +220,4 @@ def _note_distances(trace: Trace, eqn: JaxprEqn, value: Value) -> None:
     """Note (c ** 2).sum(-1) in a sum with data: squared distances to centers."""
     for leaf, view in value.leaves.items():
         if view.activated and view.went(v.SUMMED) and axes_in(view.parts):
-            one = Value(leaves={leaf: view})
-            trace.use(one, "norms", eqn, [v.OUT] * len(view.parts))
+            trace.doubt([leaf], "distances to its rows may be taken", eqn)
