@@ -116,10 +116,6 @@ def _by_products(
         if why := _lost_head(path, trace):
             return MUON, "unknown", f"{why}{at}", None
         return ADAMW, "head", f"last product before the result{at}", axes
-    found = Attention(trace.noted, products)
-    by_number = any((-1, -1) in x for x in found.slices.values())
-    if by_number and not found.roles and len(axes.output) > 1:
-        return MUON, "unknown", f"a number takes some of its outputs{at}", None
     if stack := _stack(axes, products, shape, trace):
         return MUON, "unknown", f"{stack}{at}", None
     plural = "es" if len(axes.reduction) > 1 else "is"
@@ -176,8 +172,7 @@ def _is_batch(use: Use, axis: int, size: int, trace: Trace) -> bool:
     are_heads = any((x.axis, x.number) == (axis, size) for x in found.heads)
     if found.roles and (found.role != "fused" or are_heads):
         return axis in use.members
-    slices = found.slices.get(axis, set())
-    return slices >= one_by_one or ((-1, -1) in slices and found.role == "fused")
+    return found.slices.get(axis, set()) >= one_by_one
 
 
 def _matrix_axes(use: Use, shape: Sequence[int], trace: Trace) -> MatrixAxes | str:

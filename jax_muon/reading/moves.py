@@ -148,9 +148,9 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     # it; and the first axis of w[[1, 3], [0, 2]] (2, 40) has both axes 0 and 1.
     if not wide:  # w[3]
         cut(trace, eqn, value, eqn.params["slice_sizes"], v.INDEX)
-        for use, parts in value.sources.items():
-            for axis in axes_in(parts, indexed) & use.axes(v.OUT):
-                trace.facts.attention[attention.Slice(use, axis, -1, -1)] = None
+        of = value.sources.items()
+        some = [x.path for x, at in of if axes_in(at, indexed) & x.axes(v.OUT)]
+        trace.doubt(some, "a number takes some of its outputs", eqn)
     if len(wide) == len(indexed) == 1:
         source[wide[0]] = indexed[0]
 
