@@ -55,10 +55,8 @@ def _note_rows(
 ) -> None:
     """Note rows times numbers: x[:, 2:3] * w[2] may be a part of x @ w."""
     for value, other, shape in zip(values, values[::-1], given[::-1], strict=True):
-        for leaf, view in (
-            value.leaves.items() if other.data and max(shape, default=1) > 1 else ()
-        ):
-            at = [a for a, n in enumerate(shape) if n == 1]
+        at = [a for a, n in enumerate(shape) if n == 1]
+        for leaf, view in value.leaves.items():
             if view.went(v.INDEX) and axes_in(view.parts, at):
                 trace.doubt([leaf], "its rows multiply numbers, as a matrix's do", eqn)
                 trace.take(other, leaf)

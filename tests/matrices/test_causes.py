@@ -463,6 +463,18 @@ def weighed(p, x, product=lambda x, w, k: x @ jnp.einsum("k,kio->io", k, w)):
     return jnp.sum(jnp.tanh(product(x, p["w"], p["numbers"])) @ p["out"])
 
 
+@answer(
+    "a matrix (out, in) of three by numbers",
+    {"w": floats(3, 8, 6), "numbers": floats(3), "out": floats(8, 3)},
+    [X],
+    "w",
+    numbers="elementwise",
+)
+def weighed_rows(p, x):
+    w = jnp.einsum("k,koi->oi", p["numbers"], p["w"])
+    return jnp.sum(jnp.tanh(x @ w.T) @ p["out"])
+
+
 def experts(p, x, weights=jax.nn.softmax):
     gates = weights(x @ p["gate"])
     y = jnp.einsum("te,teo->to", gates, jnp.einsum("ti,eio->teo", x, p["w"]))
@@ -924,6 +936,13 @@ def of_functions(p, x):
 @answer("rows times numbers", NET, [X], "w")
 def by_rank_one(p, x):
     return net(p, x, lambda x, w: sum(x[:, i : i + 1] * w[i] for i in range(6)))
+
+
+@answer("rows times hidden numbers", {"v": floats(6, 6), "w": floats(6, 8)}, [X], "w")
+def by_hidden_rank_one(p, x):
+    """The product before such rows is no last one."""
+    y = jnp.tanh(x @ p["v"])
+    return jnp.sum(sum(y[:, i : i + 1] * p["w"][i] for i in range(6)) ** 2)
 
 
 @answer("rows times each other", {**NET, "s": floats(2, 6)}, [X], "s")
