@@ -32,7 +32,6 @@ _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 # All others hide what they do with a leaf.
 _KNOWN = {*LINEAR, *_FUNCTIONS.split(), *_COMPARISONS}
 _OF_GATES = {"mul", "div", "sub", "convert_element_type", "max", "select_n", "add"}
-_KEEPS_SCORES = LINEAR | _GATES | _OF_GATES
 
 
 @rule(ELEMENTWISE, "reduce")  # by a function of elements
@@ -116,9 +115,8 @@ def elementwise(
         _note_gates(trace, values)
         attention.note_multiplied(trace.facts.attention, values)
     scaled = {**result.scaled, **scaled} if name in LINEAR else {}
-    scores = result.scores if name in _KEEPS_SCORES else {}
     leaves = _leaves(trace, eqn, name, values)
-    return replace(result, gate=gate, scaled=scaled, scores=scores, leaves=leaves)
+    return replace(result, gate=gate, scaled=scaled, leaves=leaves)
 
 
 def _gate(name: str, values: Sequence[Value], result: Value) -> str:

@@ -17,8 +17,8 @@ SQUARE = floats(WIDTH, WIDTH)
 TABLES = {"emb": floats(90, WIDTH), "head": floats(WIDTH, 90)}
 
 
-def attend(q, k, v):
-    scores = jnp.einsum("bthk,bshk->bhts", q, k)
+def attend(q, k, v, cap=lambda scores: scores):
+    scores = cap(jnp.einsum("bthk,bshk->bhts", q, k))
     return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), v)
 
 
@@ -32,6 +32,12 @@ def in_heads(*arrays):
 
 def separate(x, p):
     return flat(attend(*in_heads(*(x @ p[n] for n in "qkv")))) @ p["o"]
+
+
+def capped(x, p):
+    """Scores of at most 50, as in Gemma 2."""
+    parts = in_heads(*(x @ p[n] for n in "qkv"))
+    return flat(attend(*parts, lambda scores: 50 * jnp.tanh(scores / 50))) @ p["o"]
 
 
 def shared_keys(x, p):
@@ -91,6 +97,11 @@ def scanned(x, p):
 LAYERS = [
     (
         separate,
+        dict.fromkeys("qkvo", SQUARE),
+        dict.fromkeys("kqv", (4, 24, 6)) | {"o": (1, 24, 24)},
+    ),
+    (
+        capped,
         dict.fromkeys("qkvo", SQUARE),
         dict.fromkeys("kqv", (4, 24, 6)) | {"o": (1, 24, 24)},
     ),
