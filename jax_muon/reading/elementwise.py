@@ -125,9 +125,7 @@ def _gate(name: str, values: Sequence[Value], result: Value) -> str:
         return v.HOT
     if name in _GATES and result.data:
         return v.SOFT
-    if name in ("mul", "select_n") and {v.HOT, ""} == {
-        x.gate for x in values if x.data
-    }:
+    if {x.gate for x in values if x.data} == {v.HOT, ""}:
         return v.MASKED
     of_gates = v.joined(values[1:]) if name == "select_n" else result
     return of_gates.gate if name in _OF_GATES else ""

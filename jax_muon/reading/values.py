@@ -26,7 +26,7 @@ INNER, CONSTANT, SUMMED = "inner", "constant", "summed"  # contracted with a lea
 # The side of a matrix that an axis is on in a use; rows may be those of a matrix.
 BATCH, ROW, IN, OUT = "batch", "row", "in", "out"
 # Gates: ids == numbers; exponentials and sigmoids, perhaps normalized; other data times
-# one of these; elements of data where ids == numbers.
+# one of these; other data with ids == numbers, such as its elements there.
 HOT, SOFT, MIXED, MASKED = "hot", "soft", "mixed", "masked"
 
 

@@ -945,6 +945,17 @@ def by_hidden_rank_one(p, x):
     return jnp.sum(sum(y[:, i : i + 1] * p["w"][i] for i in range(6)) ** 2)
 
 
+@answer("matches of two inputs", NET, [integers(5, 6), integers(5, 6)])
+def of_matches(p, one, two):
+    """No one-hot: any number of them are ones."""
+    return net(p, (one == two).astype(jnp.float32))
+
+
+@answer("a one-hot and noise", NET, [integers(5), X], "w")
+def of_a_noisy_one_hot(p, ids, noise):
+    return net(p, jax.nn.one_hot(ids, 6) + noise)
+
+
 @answer("rows times each other", {**NET, "s": floats(2, 6)}, [X], "s")
 def rows_that_meet(p, x):
     return net(p, x * (p["s"][0] * p["s"][1]))
