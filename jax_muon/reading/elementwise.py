@@ -143,8 +143,7 @@ def _leaves(
         found.setdefault(leaf, []).append(view)
     leaves, is_data = {}, any(x.data for x in values)
     for leaf, views in found.items():
-        is_function = name not in LINEAR and any(x.went(v.PICKED) for x in views)
-        if is_data and (is_function or len(trace.wide(leaf)) < 2):
+        if is_data and len(trace.wide(leaf)) < 2:
             trace.use(Value(leaves={leaf: views[0]}), "elementwise", eqn)
             continue
         some = any if name in {*SCALES, "select_n"} else all

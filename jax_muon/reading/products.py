@@ -159,7 +159,7 @@ def _updated_weight(
         outside = axes_in(view.parts, product.free[i]) or gone
         if inside and outside and inside != outside:
             found[leaf] = i
-            if view.activated and not view.went(v.PICKED):
+            if view.activated:
                 why = "data multiplies a function of it and of data"
                 trace.doubt([leaf], why, product.eqn)
     if len({*found.values()}) > 1:

@@ -608,6 +608,12 @@ def picked(p, x, ids, mask=lambda ids: 1.0):
     return jnp.sum(jnp.tanh(y) @ p["out"])
 
 
+@answer("a function of picked matrices", STACK, [X, IDS], "w")
+def of_picked(p, x, ids):
+    y = jnp.einsum("ti,tio->to", x, jnp.tanh(p["w"][ids]))
+    return jnp.sum(jnp.tanh(y) @ p["out"])
+
+
 # --- attention ------------------------------------------------------------------------
 
 HEADS = dict.fromkeys("qkv", floats(6, 2, 4)) | {"out": floats(8, 3)}
