@@ -166,8 +166,7 @@ def _leaves(
         why = "data multiplies its elements, then a parameter is added"
         trace.doubt(drawn, why, eqn)
     wide = [x for x, view in leaves.items() if len(axes_in(view.parts)) > 1]
-    are_apart = len({frozenset(x.leaves) for x in values if x.leaves}) > 1
-    if name in SCALES and are_apart and len(wide) > 1:
+    if name in SCALES and len(wide) > 1:
         trace.doubt(wide, "another parameter multiplies its elements", eqn)
     return leaves
 
