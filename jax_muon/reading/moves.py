@@ -151,15 +151,11 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         of = value.sources.items()
         some = [x.path for x, at in of if axes_in(at, indexed) & x.axes(v.OUT)]
         trace.doubt(some, "a number takes some of its outputs", eqn)
-    if len(wide) == len(indexed) == 1:
-        source[wide[0]] = indexed[0]
 
     def taken(parts: Parts) -> Parts:  # where several axes are mixed, all have all
         mixed = tuple((axis, 1) for axis in axes_in(parts, indexed))
-        result = [*v.placed(parts, source, new)]
-        for a in wide:
-            result[a] = result[a] if a in source else mixed
-        return tuple(result)
+        result = v.placed(parts, source, new)
+        return tuple(mixed if a in wide else x for a, x in enumerate(result))
 
     return value.moved(taken, v.INDEX)
 
