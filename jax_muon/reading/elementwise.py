@@ -96,9 +96,7 @@ def elementwise(
             values[i] = replace(trace.as_data(value, eqn), data=is_data)
     result = v.joined(values)
     gate = _gate(name, values, result)
-    if name == "eq" and gate == v.HOT:
-        result = trace.with_choice(result, shape)
-    elif name in _GATES and result.scores:
+    if name in _GATES and result.scores:
         # exp(q @ k.T + q @ table.T): the product with the table takes q, one of those
         # that are compared. The bias in exp(q @ k.T + table[distances]) does not.
         behind = {x for s in result.scores for of in s.operands for x in of}

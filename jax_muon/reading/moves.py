@@ -291,8 +291,8 @@ def _replaced(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     updates = updates.moved(lambda parts: v.placed(parts, source, shape))
     note_sums(trace, eqn, before, updates)
     result = v.joined([array, index.bare(shape), updates])
-    result = trace.with_choice(replace(result, chosen=index.chosen), shape)
-    return replace(result, leaves=array.leaves, chosen=result.chosen | updates.chosen)
+    chosen = index.chosen | updates.chosen
+    return replace(result, leaves=array.leaves, chosen=chosen)
 
 
 # --- reductions -----------------------------------------------------------------------

@@ -257,17 +257,6 @@ class Trace:
             else:
                 self.doubt([use.path], "its outputs may say what is computed,", eqn)
 
-    def with_choice(self, value: Value, shape: v.Shape) -> Value:
-        """Numbers of outputs as a one-hot, or put into zeros: (tokens, experts) again.
-
-        An axis as long as the outputs has something of them.
-        """
-        sources = {**value.sources}
-        for use, _ in value.chosen:
-            sizes = {self.shapes[use.path][a]: a for a in use.axes(v.OUT)}
-            sources[use] = tuple(((sizes[n], 1),) if n in sizes else () for n in shape)
-        return replace(value, sources=sources)
-
     # --- leaves that are used like data -----------------------------------------------
 
     def wide(self, leaf: str) -> list[int]:

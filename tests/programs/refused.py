@@ -12,6 +12,7 @@ REFUSED: dict[str, tuple[set[str], dict[str, str]]] = {
         {"router", "down", "up"},
         {"down": "bio", "router": "adamw", "up": "bio"},
     ),
+    "moe_dense_summed_in_the_product": ({"down", "up"}, {"down": "bio", "up": "bio"}),
     "conditional_convolutions": ({"kernels"}, {"kernels": "biiio"}),
     "test_time_training": ({"v"}, {"v": "io"}),
     "several_tokens_ahead": ({"medusa"}, {"medusa": "oio"}),
