@@ -282,7 +282,10 @@ def _of_data(trace: Trace, product: Product, pair: Sequence[Value]) -> Value:
         if not pair[1 - i].data:
             made = {x: _mixed(product, i, of) for x, of in value.sources.items()}
             result = replace(result, sources={**result.sources, **made})
-    return replace(result, gate="", chosen=frozenset()) if are_data else result
+    if are_data:  # gates of a one-hot and the values of a top-k are still chosen
+        chosen = pair[0].chosen & pair[1].chosen
+        result = replace(result, gate="", chosen=chosen)
+    return result
 
 
 def _mixed(product: Product, i: int, parts: Parts) -> Parts:

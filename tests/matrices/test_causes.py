@@ -556,6 +556,15 @@ def of_places(p, x, gates=in_one_hots):
     return experts(p, x, lambda z: gates(lax.top_k(z, 2)[1]))
 
 
+@answer("gates of a top-k by einsum", EXPERTS, [X], "w", gate="router")
+def of_largest(p, x):
+    def largest(z):
+        values, places = lax.top_k(jax.nn.softmax(z), 2)
+        return jnp.einsum("tke,tk->te", jax.nn.one_hot(places, 4), values)
+
+    return experts(p, x, largest)
+
+
 def added_in_a_scan(y):
     return lax.scan(lambda z, row: (z + row, None), jnp.zeros_like(y[0]), y)[0]
 
@@ -874,6 +883,13 @@ def positioned(p, x):
     return jnp.sum(jnp.tanh(jnp.tanh(y) @ p["v"]) @ p["out"])
 
 
+@answer(
+    "picked rows of what a constant moves", {"w": floats(6, 6), **OUT}, [X, IDS], "w"
+)
+def picked_and_moved(p, x, ids):
+    return jnp.sum(jnp.tanh(x * (ONES @ p["w"])[ids]) @ p["out"])
+
+
 @answer("resized rows", {**NET, "a": floats(4, 6), "b": floats(3, 6)}, [X], "a b")
 def resized(p, x):
     """Positions that a constant matrix has resized, beside others."""
@@ -960,6 +976,11 @@ def of_matches(p, one, two):
 @answer("a one-hot and noise", NET, [integers(5), X], "w")
 def of_a_noisy_one_hot(p, ids, noise):
     return net(p, jax.nn.one_hot(ids, 6) + noise)
+
+
+@answer("one sample times a matrix, summed", NET, [floats(6)], "w")
+def of_one_sample(p, x):
+    return net(p, x, lambda x, w: (x[:, None] * w).sum(0))
 
 
 @answer("rows times each other", {**NET, "s": floats(2, 6)}, [X], "s")
@@ -1100,6 +1121,26 @@ def critics(p, x, both=lambda p, x: [mlp(p["a"], x), mlp(p["b"], x)]):
     """Two networks; what follows takes the result of the first."""
     a, b = both(p, x)
     return jnp.sum(jnp.tanh(a) @ p["out"]) + jnp.sum(b**2)
+
+
+@answer(
+    "before a frozen convolution",
+    {"w": floats(6, 8), "v": floats(8, 4)},
+    [floats(2, 5, 6), floats(3, 4, 7)],
+)
+def before_frozen_filters(p, x, filters):
+    return jnp.sum(conv(jnp.tanh(x @ p["w"]) @ p["v"], filters) ** 2)
+
+
+@answer(
+    "scores of items",
+    {"w": floats(6, 8), "items": floats(9, 8)},
+    [X, IDS],
+    "w",
+    items="embedding",
+)
+def of_items(p, x, ids):
+    return jnp.sum(jnp.sum(x @ p["w"] * p["items"][ids], -1) ** 2)
 
 
 @answer("a list", THREE, [X], **{"2": "head"})
