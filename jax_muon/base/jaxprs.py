@@ -239,6 +239,16 @@ def is_in(scope: str, calls: Sequence[JaxprEqn]) -> bool:
     return any(scope in str(x.source_info.name_stack) for x in calls)
 
 
+def are_in_one_einsum(one: JaxprEqn, other: JaxprEqn) -> bool:
+    """True for products of one `einsum("hlm,mhe,hed->ld", ...)` of several.
+
+    Sizes decide their order: over h together with e, or after it.
+    """
+    name = str(one.source_info.name_stack)
+    is_einsum = re.search(r",[a-zA-Z.]*,\S*->", name) is not None
+    return is_einsum and str(other.source_info.name_stack) == name
+
+
 LINEAR_SOLVE = "custom_linear_solve"  # JAX's name of the operation
 
 

@@ -184,9 +184,9 @@ class Attention:
                 found.append((axis, width, max((x.number for x in own), default=1)))
         return tuple(found)
 
-    def hint(self, path: str, shape: Shape) -> str:
+    def hint(self, path: str, shape: Shape, output: Sequence[int]) -> str:
         """What to say of a fused kernel whose outputs are split, or ""."""
-        for axis in self.slices if self.role == "fused" else ():
+        for axis in output if self.role == "fused" else ():
             if widths := self.widths(axis, shape[axis]):
                 split: Any = {f"part_{i}": width for i, width in enumerate(widths)}
                 split = split if len({*widths}) > 1 else (*split,)

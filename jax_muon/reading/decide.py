@@ -51,7 +51,7 @@ def parameter(
     if label == MUON and axes and role == "kernel":
         found = Attention(trace.noted, uses)
         role, heads = found.role or role, found.in_heads(shape, axes.output)
-        reason += "" if is_split else found.hint(path, shape)
+        reason += "" if is_split else found.hint(path, shape, axes.output)
     by = path, shape, leaf.dtype, label, role, reason, axes, doubt
     scan = next(iter(scans.values()), "")
     return Parameter(*by, scanned=(*sorted(scans),), scan=scan, heads=heads)

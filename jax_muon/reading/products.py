@@ -10,6 +10,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
+from jax_muon.base import jaxprs
 from jax_muon.base.jaxprs import shape_of
 from jax_muon.reading import attention
 from jax_muon.reading import values as v
@@ -193,6 +194,7 @@ def _of_weight(
             trace.facts.batched[before, axis] = None
         for place, at in zip(met, contract, strict=True):
             after = {x: axes_in(weight.leaves[x.path].parts, [at]) for x in uses}
+            _doubt_order(trace, eqn, before, axes_in(parts, [place]))
             if len(before.axes(v.OUT)) > 1:
                 _note_experts(trace, eqn, before, axes_in(parts, [place]), after)
     made = {x: product.placed(i, weight.leaves[x.path].parts) for x in uses}
@@ -218,6 +220,18 @@ def _note_experts(
         elif (before, axis) in gated or axis in before.members:
             paths = [before.path, *(use.path for use, axes in after.items() if axes)]
             trace.doubt(paths, "a product may sum over several matrices of it", eqn)
+
+
+def _doubt_order(trace: Trace, eqn: JaxprEqn, use: Use, summed: set[int]) -> None:
+    """Doubt axes that the order of products in one einsum decides.
+
+    In einsum("hlm,mhe,hed->ld", weights, x, w) the sum over h comes with that over e,
+    and h is in, or after it, and h is a batch; sizes decide which is cheaper.
+    """
+    batch = {a for a in use.axes(v.BATCH) if not trace.facts.gated.get((use, a))}
+    if summed & batch and jaxprs.are_in_one_einsum(use.calls[-1], eqn):
+        why = "an einsum sums over several matrices of it, or over inputs of one,"
+        trace.doubt([use.path], why, eqn)
 
 
 def _doubt_factors(
@@ -246,7 +260,14 @@ def _of_data(trace: Trace, product: Product, pair: Sequence[Value]) -> Value:
     eqn, is_forward = product.eqn, not trace.is_backward(product.eqn)
     for i, value in enumerate(pair):
         other, free = pair[1 - i], product.free[1 - i]
-        is_frozen = other.given and free and not product.batch[0]
+        # Constants (4, 6, 8) for each of 4 heads (2, 4, 6), but none for each sample.
+        outputs = {
+            a
+            for parts in value.sources.values()
+            for a in product.batch[i]
+            if axes_in(parts, [a])
+        }
+        is_frozen = other.given and free and outputs == {*product.batch[i]}
         if is_forward and (is_frozen or other.leaves or _are_rows(other)):
             of = value.sources.items()  # a graph (5, 5) takes rows, and no outputs
             met = {
@@ -263,6 +284,7 @@ def _of_data(trace: Trace, product: Product, pair: Sequence[Value]) -> Value:
             if inside and left and other.gate and not value.gate:
                 trace.facts.gated |= dict.fromkeys(((use, x) for x in inside), True)
             note_members(trace, eqn, use, inside, left)
+            _doubt_order(trace, eqn, use, inside)
         if is_forward and value.gate == v.SOFT:
             uses = [
                 x.path

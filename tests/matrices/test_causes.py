@@ -463,6 +463,26 @@ def weighed(p, x, product=lambda x, w, k: x @ jnp.einsum("k,kio->io", k, w)):
     return jnp.sum(jnp.tanh(product(x, p["w"], p["numbers"])) @ p["out"])
 
 
+@form(
+    "an einsum of three, with as many keys as queries or fewer",
+    {"w": floats(4, 6, 24), "out": floats(24, 3)},
+    [floats(64, 4, 6), floats(4, 64, 64)],
+    "w",
+    keys=3,
+)
+def heads_out(p, v, weights, keys=64):
+    """Sizes decide whether the sum over h comes with the one over e, or later."""
+    weights, v = weights[:, :, :keys], v[:keys]
+    y = jnp.einsum("hlm,mhe,hed->ld", weights, v, p["w"])
+    return jnp.sum(jnp.tanh(y) @ p["out"])
+
+
+@answer("a constant matrix for each head", {"w": floats(6, 4, 6)}, [X, floats(4, 6, 8)])
+def frozen_heads(p, x, wo):
+    q = jnp.einsum("bd,dhe->bhe", x, p["w"])
+    return jnp.mean(jnp.tanh(jnp.einsum("bhe,hef->bhf", q, wo)) ** 2)
+
+
 @answer(
     "a matrix (out, in) of three by numbers",
     {"w": floats(3, 8, 6), "numbers": floats(3), "out": floats(8, 3)},
