@@ -192,7 +192,8 @@ class MeshOptimizer:
         self, method: Callable[..., Any], like: PyTree, *args: Any, **extra_args: Any
     ) -> PyTree:
         """The result of a method, which an eager caller gets from a jitted program."""
-        if _is_jitted():
+        # Under jit every new array is a tracer, but not in an eager `jax.grad`.
+        if isinstance(jnp.zeros(()), jax.core.Tracer):
             return method(*args, **extra_args)
         self.layout.check_concrete(like)
         with jax.disable_jit(False):
@@ -408,8 +409,3 @@ def to_memory(
         jax.device_put(x, spelled(mesh, spec, kind)) if kind else x
         for x, spec, kind in zip(leaves, specs, kinds, strict=True)
     )
-
-
-def _is_jitted() -> bool:
-    """True under jit, where every new array is a tracer; not in an eager `jax.grad`."""
-    return isinstance(jnp.zeros(()), jax.core.Tracer)

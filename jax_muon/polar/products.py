@@ -100,15 +100,6 @@ def squares(x: Float[Array, "*batch m n"], on_cpu: bool) -> Float[Array, "*batch
     return jnp.concatenate(both, axis=-1)
 
 
-def polynomial(r: Array, square: Array, quintic: Quintic) -> Array:
-    """P from R and R R: rounded once, to R's dtype."""
-    a, b, q = quintic
-    total = b * (wide(r) + q * square)
-    # XLA would keep an array of a I for each step in memory.
-    diagonal = jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=bool), r.shape)
-    return jnp.where(diagonal, total + a, total).astype(r.dtype)
-
-
 class Products:
     """The products as XLA computes them: sums in at least float32, rounded once.
 
@@ -131,15 +122,19 @@ class Products:
         return self.symmetric(y, y)
 
     def polynomial(self, r: Array, quintic: Quintic) -> Float[Array, "*batch m m"]:
-        """a I + b (R + q R R), for symmetric R."""
+        """a I + b (R + q R R), for symmetric R: rounded once, to R's dtype."""
+        a, b, q = quintic
         # Without R R in cubics, two products a step instead of three.
-        is_cubic = isinstance(quintic[2], float) and quintic[2] == 0
+        is_cubic = isinstance(q, float) and q == 0
         square = wide(r) if is_cubic else self._outer(r, r)
         if not self.on_cpu:
             # Otherwise XLA writes R in float32, for cuBLAS to add: 12 bytes an element
             # of R outside of the product instead of 8.
             square = jax.lax.optimization_barrier(square)
-        return polynomial(r, square, quintic)
+        total = b * (wide(r) + q * square)
+        # XLA would keep an array of a I for each step in memory.
+        diagonal = jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=bool), r.shape)
+        return jnp.where(diagonal, total + a, total).astype(r.dtype)
 
     def product(self, p: Array, x: Array) -> Float[Array, "*batch _ _"]:
         """P X, or X P."""
