@@ -89,19 +89,27 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         leaves = result.leaves.items()
         after = {x: replace(of, activated=of.activated and is_sum) for x, of in leaves}
         return replace(result, leaves=after)
-    beside = other.leaves if other.data and not is_backward else {}
-    for leaf, view in beside.items():
-        if view.went(v.PICKED, v.INNER) or len(axes_in(view.parts)) < 2:
-            continue
-        if view.scaled:
-            trace.doubt([leaf], "data multiplies its elements, or masks a matrix", eqn)
-        else:  # tokens beside x, or positions that were added to x
-            trace.like_data([leaf], eqn)
+    if other.data and not is_backward:
+        _note_added(trace, eqn, other)
     other = trace.as_data(other, eqn)
     if other.gate == v.HOT and not is_backward:
         return pick(trace, eqn, weight, product.moved(i, weight, v.PICKED), other)
     result = _of_weight(trace, product, weight, i, other)
     return replace(result, given=values[1 - i].is_learned and not is_backward)
+
+
+def _note_added(trace: Trace, eqn: JaxprEqn, data: Value) -> None:
+    """Note leaves that were added to data: tokens beside x, or positions, are like it.
+
+    Under a mask, or times data, one may be a matrix that makes data.
+    """
+    for leaf, view in data.leaves.items():
+        if view.went(v.PICKED, v.INNER) or len(axes_in(view.parts)) < 2:
+            continue
+        if view.scaled:
+            trace.doubt([leaf], "data multiplies its elements, or masks a matrix", eqn)
+        else:
+            trace.like_data([leaf], eqn)
 
 
 def _like_data(trace: Trace, product: Product, pair: Sequence[Value]) -> list[int]:
