@@ -54,8 +54,8 @@ def _note_rows(
 ) -> None:
     """Note rows times numbers: x[:, 2:3] * w[2] may be a part of x @ w."""
     for value, other, shape in zip(values, values[::-1], given[::-1], strict=True):
-        at = [a for a, n in enumerate(shape) if n == 1]
         for leaf, view in value.leaves.items():
+            at = [a for a, _ in enumerate(view.parts) if shape[a : a + 1] == (1,)]
             if view.went(v.INDEX) and axes_in(view.parts, at):
                 trace.doubt([leaf], "its rows multiply numbers, as a matrix's do", eqn)
                 trace.take(other, leaf)
@@ -125,6 +125,9 @@ def _gate(name: str, values: Sequence[Value], result: Value) -> str:
         return v.SOFT
     if {x.gate for x in values if x.data} == {v.HOT, ""}:
         return v.MASKED
+    gates = {x.gate for x in values if x.data and (x.gate or x.sources)}
+    if name in SCALES and gates == {v.SOFT}:
+        return v.SOFT  # times a mask, as of dropout, or a learned number
     of_gates = v.joined(values[1:]) if name == "select_n" else result
     return of_gates.gate if name in _OF_GATES else ""
 

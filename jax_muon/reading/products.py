@@ -236,8 +236,8 @@ def _doubt_order(trace: Trace, eqn: JaxprEqn, use: Use, summed: set[int]) -> Non
     In einsum("hlm,mhe,hed->ld", weights, x, w) the sum over h comes with that over e,
     and h is in, or after it, and h is a batch; sizes decide which is cheaper.
     """
-    batch = {a for a in use.axes(v.BATCH) if not trace.facts.gated.get((use, a))}
-    if summed & batch and jaxprs.are_in_one_einsum(use.calls[-1], eqn):
+    is_one = jaxprs.are_in_one_einsum(use.calls[-1], eqn)
+    if is_one and summed & use.axes(v.BATCH):
         why = "an einsum sums over several matrices of it, or over inputs of one,"
         trace.doubt([use.path], why, eqn)
 
@@ -285,6 +285,8 @@ def _of_data(trace: Trace, product: Product, pair: Sequence[Value]) -> Value:
         if is_forward and other.given and not free and not product.batch[0]:
             trace.weigh(value, "")  # by a vector of the arguments
         note_sums(trace, eqn, value, product.moved(i, value, v.SUMMED))
+        if is_forward:
+            _doubt_scaled(trace, eqn, value, product.contract[i], product.free[i])
         # Outputs (tokens, experts, 40) by gates (tokens, experts), summed over experts.
         contract = product.contract[i]
         for use, parts in value.sources.items() if is_forward else ():
@@ -316,6 +318,19 @@ def _of_data(trace: Trace, product: Product, pair: Sequence[Value]) -> Value:
         chosen = pair[0].chosen & pair[1].chosen
         result = replace(result, gate="", chosen=chosen)
     return result
+
+
+def _doubt_scaled(
+    trace: Trace, eqn: JaxprEqn, value: Value, inside: Axes, outside: Axes
+) -> None:
+    """Doubt matrices that data scaled for each sample, as the styles of a StyleGAN.
+
+    w (3, 24, 40) * styles (2, 1, 24, 1) is a kernel for each of two images.
+    """
+    for (leaf, _), parts in value.scaled.items():
+        fan_in, fan_out = axes_in(parts, inside), axes_in(parts, outside)
+        if fan_in - fan_out and fan_out - fan_in:
+            trace.doubt([leaf], "data scales its elements for each sample", eqn)
 
 
 def _mixed(product: Product, i: int, parts: Parts) -> Parts:
@@ -356,6 +371,8 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             inside, outside = axes_in(parts, [fan_in, *window]), axes_in(parts, [out])
             if inside - outside and outside - inside:
                 trace.doubt([use.path], "its outputs are kernels for data", eqn)
+        if not is_backward:
+            _doubt_scaled(trace, eqn, kernel, [fan_in, *window], [out])
         return Value(data=True, sources=v.joined([data, kernel]).bare(new).sources)
     # A kernel (3, 3, 24, 40) has windows and 24 channels in, and 40 channels out; in a
     # gradient, back to the inputs, 24 channels are the outputs.

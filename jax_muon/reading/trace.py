@@ -114,7 +114,9 @@ class Trace:
         except Exception as error:
             if RAISES:
                 raise
-            result = self.opaque(eqn, values, f"a mistake of jax_muon, {error!r},")
+            why = f"a mistake of jax_muon, {error!r},"
+            self.doubt([use.path for x in values for use in x.sources], why, eqn)
+            result = self.opaque(eqn, values, why)
         results = result if isinstance(result, list) else [result] * len(eqn.outvars)
         return [self._without_taken(x, self.is_backward(eqn)) for x in results]
 

@@ -477,6 +477,26 @@ def heads_out(p, v, weights, keys=64):
     return jnp.sum(jnp.tanh(y) @ p["out"])
 
 
+def styled(p, x, z):
+    """As StyleGAN: a kernel (3, 6, 8) for each sample."""
+    w = p["w"] * (z @ p["style"])[:, None, :, None]
+    y = jax.vmap(lambda x, w: conv(x[None], w)[0])(x, w)
+    return jnp.sum(jnp.tanh(y) @ p["out"])
+
+
+def styled_outputs(p, x, z):
+    w = p["w"] * (z @ p["style"])[:, None]
+    return jnp.sum(jnp.tanh(jnp.einsum("bi,bio->bo", x, w)) @ p["out"])
+
+
+STYLES = {"out": floats(8, 3), "style": floats(7, 6), "w": floats(3, 6, 8)}
+answer("a kernel that data scales", STYLES, [floats(2, 9, 6), floats(2, 7)], "w")(
+    styled
+)
+STYLES = {"out": floats(8, 3), "style": floats(7, 8), "w": floats(6, 8)}
+answer("outputs that data scales", STYLES, [X, floats(5, 7)], "w")(styled_outputs)
+
+
 @answer("a constant matrix for each head", {"w": floats(6, 4, 6)}, [X, floats(4, 6, 8)])
 def frozen_heads(p, x, wo):
     q = jnp.einsum("bd,dhe->bhe", x, p["w"])
@@ -801,6 +821,18 @@ def with_tokens(p, x):
     return net(p, jax.nn.softmax(z @ p["key"] @ z.T) @ z)
 
 
+@answer(
+    "learned queries under dropout of their attention",
+    {"q": floats(3, 6), "k": floats(6, 6), "v": floats(6, 6), **OUT},
+    [floats(2, 5, 6)],
+    "q",
+)
+def dropped(p, x):
+    weights = jax.nn.softmax(p["q"] @ (x @ p["k"]).mT)
+    weights = weights * jax.random.bernoulli(jax.random.key(0), 0.9, weights.shape)
+    return jnp.sum(weights @ (x @ p["v"]) @ p["out"])
+
+
 # --- constants, positions and grids ---------------------------------------------------
 
 GRID = {**NET, "bias": floats(8)}
@@ -978,6 +1010,25 @@ def of_functions(p, x):
 @answer("rows times numbers", NET, [X], "w")
 def by_rank_one(p, x):
     return net(p, x, lambda x, w: sum(x[:, i : i + 1] * w[i] for i in range(6)))
+
+
+@answer(
+    "a router's outputs along one axis more, times a learned number",
+    {
+        "numbers": floats(3),
+        "choose": floats(6, 4),
+        "up": floats(4, 6, 8),
+        "out": NET["out"],
+    },
+    [X],
+    numbers="elementwise",
+    choose="router",
+)
+def numbered(p, x):
+    scores = (p["numbers"][1] * (x @ p["choose"])[..., None])[..., 0]
+    gates, chosen = lax.top_k(jax.nn.softmax(scores), 2)
+    y = jnp.einsum("bi,bkio,bk->bo", x, p["up"][chosen], gates)
+    return jnp.sum(jnp.tanh(y) @ p["out"])
 
 
 @answer("rows times hidden numbers", {"v": floats(6, 6), "w": floats(6, 8)}, [X], "w")
