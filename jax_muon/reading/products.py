@@ -116,8 +116,7 @@ def _like_data(trace: Trace, product: Product, pair: Sequence[Value]) -> list[in
     """Which of two values of leaves is like data; neither in a @ b of LoRA."""
     shared = pair[0].leaves.keys() & pair[1].leaves.keys()
     if shared & pair[0].went(v.INNER).keys() & pair[1].went(v.INNER).keys():
-        trace.like_data(shared, product.eqn)  # learned queries attend to each other
-        return [0, 1]
+        return [0, 1]  # learned queries attend to each other
     like = []
     for i, value in enumerate(pair):
         # Free axes that no leaf has were repeated: queries (5, 24) as (2, 5, 24) @ w.

@@ -810,6 +810,19 @@ def two_attentions(p, x):
 
 
 @answer(
+    "queries that are their keys",
+    {"rows": floats(4, 6), "k": floats(6, 7), "v": floats(6, 8), **NET},
+    [X],
+    rows="input",
+)
+def of_itself(p, x):
+    """Learned rows attend to each other by one matrix for queries and keys."""
+    z = p["rows"] @ p["k"]
+    y = jax.nn.softmax(z @ z.T) @ (p["rows"] @ p["v"])
+    return jnp.sum(jnp.tanh(x @ p["w"] + y[0]) @ p["out"])
+
+
+@answer(
     "tokens beside data",
     {"tokens": floats(3, 6), "key": floats(6, 6), **NET},
     [X],
