@@ -45,7 +45,10 @@ def _elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value
             _note_rows(trace, eqn, values, given)
         pairs = zip(values, given, strict=True)
         values = [_repeated(x, of, shape) for x, of in pairs]
-        return [elementwise(trace, eqn, name, values, shape)] * len(shapes)
+        result = elementwise(trace, eqn, name, values, shape)
+        if name == "mul" and all(x.data for x in values) and shape not in given:
+            result = replace(result, gate=v.MIXED)  # x[:, None] * gates[..., None]
+        return [result] * len(shapes)
     return trace.opaque(eqn, values, f"it goes into {name}")
 
 
@@ -201,7 +204,8 @@ def _note_gates(trace: Trace, values: Sequence[Value]) -> None:
         met = {place for place, of_axis in of_gates if axes_in([of_axis])}
         if value.gate and not gates.gate:  # they are no gates of their own gates
             continue
-        is_gate = bool(gates.gate or gates.chosen) and not value.gate
+        is_known = gates.gate in (v.HOT, v.SOFT) or bool(gates.chosen)
+        is_gate = is_known and not value.gate
         for use, parts in value.sources.items():
             inside = axes_in(parts, met)
             if axes_in(parts) - inside and use not in gates.sources:

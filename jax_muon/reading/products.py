@@ -15,7 +15,7 @@ from jax_muon.base.jaxprs import shape_of
 from jax_muon.reading import attention
 from jax_muon.reading import values as v
 from jax_muon.reading.elementwise import elementwise
-from jax_muon.reading.moves import note_members, note_sums, pick
+from jax_muon.reading.moves import note_sums, pick
 from jax_muon.reading.trace import EITHER, ELEMENTWISE, RULES, Trace, rule
 from jax_muon.reading.values import Parts, Use, Value, View, axes_in
 
@@ -71,7 +71,8 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         both = [product.moved(i, x, v.SUMMED) for i, x in enumerate(pair)]
         result = elementwise(trace, eqn, "mul", both, product.shape)
         is_mixed = {bool(x.gate) for x in both if x.data} == {False, True}
-        return replace(result, gate=v.MIXED) if is_mixed else result
+        is_outer = all(x.data for x in both) and all(product.free)
+        return replace(result, gate=v.MIXED) if is_mixed or is_outer else result
     if all(x.is_learned for x in pair):
         like = _like_data(trace, product, pair)
         if not like:
@@ -283,17 +284,18 @@ def _of_data(trace: Trace, product: Product, pair: Sequence[Value]) -> Value:
             trace.take(replace(value, sources=met), "")
         if is_forward and other.given and not free and not product.batch[0]:
             trace.weigh(value, "")  # by a vector of the arguments
-        note_sums(trace, eqn, value, product.moved(i, value, v.SUMMED))
         if is_forward:
             _doubt_scaled(trace, eqn, value, product.contract[i], product.free[i])
-        # Outputs (tokens, experts, 40) by gates (tokens, experts), summed over experts.
+        # Outputs (tokens, experts, 40) by gates (tokens, experts), summed over experts;
+        # but no values (keys, heads, 40) of an attention, summed over heads.
         contract = product.contract[i]
+        is_gated = other.gate in (v.HOT, v.SOFT) and not other.scores
         for use, parts in value.sources.items() if is_forward else ():
             inside, left = axes_in(parts, contract), axes_in(parts, product.free[i])
-            if inside and left and other.gate and not value.gate:
+            if inside and left and is_gated and not value.gate:
                 trace.facts.gated |= dict.fromkeys(((use, x) for x in inside), True)
-            note_members(trace, eqn, use, inside, left)
             _doubt_order(trace, eqn, use, inside)
+        note_sums(trace, eqn, value, product.moved(i, value, v.SUMMED))
         if is_forward and value.gate == v.SOFT:
             uses = [
                 x.path

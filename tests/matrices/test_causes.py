@@ -548,22 +548,41 @@ forms(
     [X],
     above(lambda gates: lax.top_k(gates, 3)[0][:, 2:])(experts),
     {
-        "gates above a threshold": (above(lambda g: jnp.sort(g, -1)[:, 1:2]), "gate w"),
+        "gates above a threshold": (above(lambda g: jnp.sort(g, -1)[:, 1:2]), "gate"),
         "gates above a quantile": (
             above(lambda gates: jnp.quantile(gates, 0.5, -1, keepdims=True)),
-            "gate w",
+            "gate",
         ),
         "gates of a top-k in the product": (gates_first, "w"),
         "gates above a top-k along the first axis": (
             above(lambda g: lax.top_k(g.T, 3, axis=0)[0][2:].T),
-            "w",
         ),
         "gates above an approximate top-k along the first axis": (
             above(lambda g: lax.approx_max_k(g.T, 3, -2)[0][2:].T),
-            "w",
         ),
     },
 )
+
+
+@answer("inputs times gates", EXPERTS, [X], "w")
+def gated_inputs(p, x):
+    """Numbers times data may be gates of experts, or outputs of one wide matrix."""
+    gates = jax.nn.relu(x @ p["gate"])
+    y = jnp.einsum("tei,eio->to", gates[..., None] * x[:, None], p["w"])
+    return jnp.sum(jnp.tanh(y) @ p["out"])
+
+
+@answer(
+    "a sum over heads",
+    dict.fromkeys("qkv", floats(6, 2, 4)) | {"out": floats(4, 3)},
+    [X],
+    "v",
+)
+def summed_heads(p, x):
+    """Heads whose values are added: no experts."""
+    q, k, v = (jnp.einsum("ti,ihd->htd", x, p[name]) for name in "qkv")
+    weights = jax.nn.softmax(q @ k.swapaxes(1, 2))
+    return jnp.sum(jnp.tanh(jnp.einsum("hqk,hkd->qd", weights, v)) @ p["out"])
 
 
 def is_largest(z):
@@ -1319,7 +1338,7 @@ def by_five(p, x):
     "stacked factors that gates mix",
     {"a": floats(4, 6, 3), "b": floats(4, 3, 8), "out": floats(8, 3)},
     [X, floats(5, 4)],
-    "b",
+    "a b",
 )
 def by_mixed_factors(p, x, gates):
     y = jnp.einsum("ti,th,hio->to", x, gates, p["a"] @ p["b"])

@@ -25,7 +25,6 @@ REFUSED: dict[str, tuple[set[str], dict[str, str]]] = {
     ),
     "sampled_rows_of_the_head": ({"filters"}, {"filters": "adamw"}),
     "a_memory_that_data_rewrites": ({"memory"}, {"memory": "adamw"}),
-    "queries_and_hidden_units_make_gates": ({"experts"}, {"experts": "bio"}),
     "a_vector_after_the_last_matrices": ({"relations"}, {"relations": "bio"}),
     "branches_kinds_and_a_power_iteration": (
         {"branches/1", "branches/0", "of_kinds"},
