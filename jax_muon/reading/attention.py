@@ -13,14 +13,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn
 
 from jax_muon.reading import values as v
-from jax_muon.reading.values import (
-    Parts,
-    Scores,
-    Shape,
-    Use,
-    Value,
-    axes_in,
-)
+from jax_muon.reading.values import Parts, Scores, Shape, Use, Value, axes_in
 
 # Keys are heads, slices, and pairs of a use and its role.
 Notes = dict[Any, None]

@@ -24,15 +24,12 @@ def _scan(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     carry, ys = _repeat(trace, eqn, body, values[:first], values[first:second], rows)
     stacked = []
     for y, x in zip(ys, eqn.outvars[len(carry) :], strict=True):
-        axis = v.free(shape_of(x)[0])
-        stacked.append(y.moved(functools.partial(_below, axis)))
+        shape = shape_of(x)
+        source = {a + 1: a for a in range(len(shape) - 1)}
+        stacked.append(y.moved(functools.partial(v.placed, source=source, shape=shape)))
         own = [x for x in y.went(v.LOOP) if len(trace.wide(x)) > 1]
         trace.lose(own, "rows of it are put together", eqn)
     return [*carry, *stacked]
-
-
-def _below(axis: tuple[v.Part, ...], parts: v.Parts) -> v.Parts:
-    return (axis, *parts)
 
 
 @rule("while")

@@ -122,9 +122,6 @@ class Use:
     by: frozenset["Use"] = field(compare=False)  # what made its input
     is_picked: bool = field(compare=False)  # data indexed the leaf
 
-    def __hash__(self) -> int:
-        return hash(self.key)
-
     def axes(self, side: str) -> set[int]:
         """The axes of the leaf on this side."""
         return {axis for axis, sides in self.sides.items() if side in sides}
