@@ -20,7 +20,6 @@ from jax_muon.reading.values import Use
 _PRODUCTS = {"contracted": "kernel", "grouped": "grouped", "complex": "complex"}
 _PRODUCTS |= dict.fromkeys(("convolved", "transposed"), "convolution")
 _UNDECIDED = {
-    "opaque": "it goes into an operation that hides its use",
     "resized": "a constant multiplies it, as positions or the inputs of a kernel",
     "factor": "it multiplies another parameter, which is not followed",
 }

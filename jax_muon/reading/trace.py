@@ -123,7 +123,6 @@ class Trace:
     def opaque(self, eqn: JaxprEqn, values: list[Value], why: str) -> list[Value]:
         """The results of an operation that hides what it does with its leaves."""
         for value in values:
-            self.use(value, "opaque", eqn)
             self.lose(value.leaves, why, eqn)
         is_data = any(x.data or x.leaves for x in values)
         result = replace(v.joined(values), gate="", data=is_data)
