@@ -109,14 +109,12 @@ def _by_products(
     inner = {a for x in products for a in x.axes(v.INNER)}
     is_taken = any(x != path or not depth for x, depth in trace.takers[path])
     is_head = not is_taken and not inner & {*axes.output}
-    if why := _contradiction(axes, others):
+    why = _contradiction(axes, others)
+    why = why or (_lost_head(path, trace) if is_head else _stack(axes, products, trace))
+    if why:
         return MUON, "unknown", f"{why}{at}", None
     if is_head:
-        if why := _lost_head(path, trace):
-            return MUON, "unknown", f"{why}{at}", None
         return ADAMW, "head", f"last product before the result{at}", axes
-    if stack := _stack(axes, products, shape, trace):
-        return MUON, "unknown", f"{stack}{at}", None
     plural = "es" if len(axes.reduction) > 1 else "is"
     inside = ", ".join(map(str, axes.reduction))
     return MUON, role, f"{products[0].kind} over ax{plural} {inside}{at}", axes
@@ -141,15 +139,16 @@ def _lost_head(path: str, trace: Trace) -> str:
     return "" if path in trace.reached else "its products do not reach the result"
 
 
-def _stack(
-    axes: MatrixAxes, products: Sequence[Use], shape: Sequence[int], trace: Trace
-) -> str:
+def _stack(axes: MatrixAxes, products: Sequence[Use], trace: Trace) -> str:
     """What to say of (3, in, out) with one input: three matrices, or a wide one?"""
+    found = Attention(trace.noted, products)
+    by_number = any((-1, -1) in x for x in found.slices.values())
+    if by_number and not found.roles and len(axes.output) > 1:
+        return "a number takes some of its outputs"
     for use in products:
-        for axis in use.members & {*axes.batch}:
-            if not _is_batch(use, axis, shape[axis], trace) and axis not in use.axes(
-                v.ROW
-            ):
+        shape = trace.shapes[use.path]
+        for axis in use.members & {*axes.batch} - use.axes(v.ROW):
+            if not _is_batch(use, axis, shape[axis], trace):
                 both = [
                     m.numbers_text(axes.reduction, x)
                     for x in (axes.output, sorted((axis, *axes.output)))
