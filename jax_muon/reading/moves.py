@@ -16,11 +16,8 @@ from jax_muon.reading.values import Parts, Shape, Use, Value, View, axes_in
 @rule("squeeze")
 def _squeeze(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Without axes of one element: a device's matrix (24, 40) of (1, 24, 40)."""
-    left = [
-        a
-        for a in range(len(shape_of(eqn.invars[0])))
-        if a not in eqn.params["dimensions"]
-    ]
+    lost, count = eqn.params["dimensions"], len(shape_of(eqn.invars[0]))
+    left = [a for a in range(count) if a not in lost]
     return values[0].moved(lambda parts: tuple(parts[a] for a in left), v.INDEX)
 
 
@@ -81,25 +78,20 @@ def cut(
     return value.moved(lambda parts: v.placed(parts, source, new), kind)
 
 
-@rule("slice", "split")
+@rule("slice", "split", "unstack")
 def _slice(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    starts, results = [*eqn.params.get("start_indices", ())], []
-    axis = eqn.params.get("axis", 0)
-    starts = starts or [0] * len(shape_of(eqn.invars[0]))
+    """Parts along axes; of an unstack, without the axis of one element."""
+    axis, results = eqn.params.get("axis", 0), []
+    starts = [*eqn.params.get("start_indices", [0] * len(shape_of(eqn.invars[0])))]
     for x in eqn.outvars:
-        results.append(cut(trace, eqn, values[0], shape_of(x), v.INDEX, starts))
-        starts[axis] += shape_of(x)[axis] * (len(eqn.outvars) > 1)
-    return results
-
-
-@rule("unstack")
-def _unstack(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    axis, shape = eqn.params["axis"], [*shape_of(eqn.invars[0])]
-    shape[axis] = 1
-    for i in range(len(eqn.outvars)):
-        starts = [i * (a == axis) for a in range(len(shape))]
+        shape, is_row = [*shape_of(x)], eqn.primitive.name == "unstack"
+        shape[axis:axis] = [1] * is_row
         part = cut(trace, eqn, values[0], shape, v.INDEX, starts)
-    return [part.moved(lambda of: (*of[:axis], *of[axis + 1 :]))] * len(eqn.outvars)
+        starts[axis] += shape[axis]
+        if is_row:
+            part = part.moved(lambda of: (*of[:axis], *of[axis + 1 :]))
+        results.append(part)
+    return results
 
 
 @rule("dynamic_slice")
