@@ -202,10 +202,6 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     axis = params["axis"] if "axis" in params else params["dimension"]
     if eqn.primitive.name == "stack":
         values = [x.moved(lambda of: (*of[:axis], (), *of[axis:])) for x in values]
-    for leaf in {x for value in values for x in value.leaves}:
-        views = [x.leaves[leaf] for x in values if leaf in x.leaves]
-        if len(views) > 1 and any(x.went(v.INDEX, v.LOOP) for x in views):
-            trace.lose([leaf], "rows of it are put together", eqn)
     source = {a: a for a in range(len(shape))}
     are_several = len({frozenset(x.leaves) for x in values if x.leaves}) > 1
     mark = ((v.JOINED, 1),) if are_several else ()
@@ -244,8 +240,9 @@ def together(
         other = leaves.setdefault(leaf, view)
         activated = view.activated and other.activated
         leaves[leaf] = replace(other, activated=activated)
-        if other.gone.keys() != view.gone.keys():
-            trace.lose([leaf], "other parts of it lie side by side", eqn)
+        are_rows = axis >= 0 and other is not view and view.went(v.INDEX, v.LOOP)
+        if are_rows or other.gone != view.gone:
+            trace.lose([leaf], "parts of it lie side by side", eqn)
     return replace(v.joined(values), leaves=leaves, gate="")
 
 
