@@ -148,7 +148,7 @@ def _leaves(
     leaves, is_data = {}, any(x.data for x in values)
     for leaf, views in found.items():
         if is_data and len(trace.wide(leaf)) < 2:
-            trace.use(Value(leaves={leaf: views[0]}), "elementwise", eqn)
+            trace.use({leaf: views[0]}, "elementwise", eqn)
             continue
         some = any if name in {*SCALES, "select_n"} else all
         activated = name not in LINEAR or some(x.activated for x in views)
@@ -164,7 +164,7 @@ def _leaves(
     beside = {x for value in values if plain & {*value.leaves} for x in value.leaves}
     if plain and (is_data or name not in SUMS):
         masks = {x: leaves.pop(x) for x in leaves.keys() - beside}
-        trace.use(Value(leaves=masks), "elementwise", eqn)
+        trace.use(masks, "elementwise", eqn)
     if name in _ADDS and len({x.scaled for x in leaves.values()}) > 1:
         drawn = [x for x in leaves if leaves[x].scaled]  # mean + sigma * noise
         why = "data multiplies its elements, then a parameter is added"

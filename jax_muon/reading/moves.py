@@ -177,7 +177,7 @@ def pick(
     constant = before.went(v.CONSTANT)
     trace.doubt(constant, "data picks rows of its product with a constant", eqn)
     picked = {x: of for x, of in value.leaves.items() if of.went(v.PICKED)}
-    uses = trace.use(replace(value, leaves=picked), "picked", eqn)
+    uses = trace.use(picked, "picked", eqn)
     sources = {x: value.leaves[x.path].parts for x in uses}
     left = {
         x: of

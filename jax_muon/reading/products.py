@@ -195,7 +195,7 @@ def _of_weight(
     dtype = getattr(eqn.outvars[0].aval, "dtype", int)
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     kind = "complex" if is_complex else "contracted"
-    uses = trace.use(weight, kind, eqn, sides, other)
+    uses = trace.use(weight.leaves, kind, eqn, sides, other)
     _doubt_factors(trace, product, weight, i, other)
     for before, parts in other.sources.items():
         for axis in axes_in(parts, product.batch[1 - i][: len(product.batch[0])]):
@@ -393,7 +393,7 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         kind = "grouped" if groups > 1 else kind
         if groups > 1 and view.went(v.CONSTANT):
             trace.doubt([leaf], "constants mix its groups", eqn)
-        for use in trace.use(Value(leaves={leaf: one}), kind, eqn, sides, data):
+        for use in trace.use({leaf: one}, kind, eqn, sides, data):
             sources[use] = v.placed(view.parts, {numbers.out_spec[1]: out}, new)
     given = values[0].is_learned and not is_backward
     return Value(data=True, given=given, sources=sources)
@@ -421,7 +421,7 @@ def _kernel(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value | list[Va
         *_, after = new = shape_of(eqn.outvars[0])
         if before != after and shape.count(before) == shape.count(after) == 1:
             sides = [{before: v.IN, after: v.OUT}.get(n, v.BATCH) for n in shape]
-            weight, other = values[weights[0]], values[data[0]]
-            uses = trace.use(weight, "contracted", eqn, sides, other)
+            leaves, other = values[weights[0]].leaves, values[data[0]]
+            uses = trace.use(leaves, "contracted", eqn, sides, other)
             return Value(data=True, sources=dict.fromkeys(uses, ((),) * len(new)))
     return RULES[ELEMENTWISE](trace, eqn, values)

@@ -93,7 +93,7 @@ def follow(
         for value in trace.run(jaxpr, [*own, *others]):
             trace.reached |= {x.path for x in value.sources}
             if jaxpr.eqns:
-                trace.use(value, "elementwise", jaxpr.eqns[-1])
+                trace.use(value.leaves, "elementwise", jaxpr.eqns[-1])
         # Learned queries are found where w multiplies them. In the next run they are
         # data from the start, and w is a matrix.
         facts, before = trace.facts, len(inputs)

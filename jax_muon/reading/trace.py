@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax_muon.base import jaxprs
 from jax_muon.base.jaxprs import shape_of
 from jax_muon.reading import values as v
-from jax_muon.reading.values import Use, Value, axes_in
+from jax_muon.reading.values import Use, Value, View, axes_in
 
 Rule = Callable[["Trace", JaxprEqn, list[Value]], Value | list[Value]]
 RULES: dict[str, Rule] = {}
@@ -170,13 +170,13 @@ class Trace:
 
     def use(
         self,
-        value: Value,
+        leaves: Mapping[str, View],
         kind: str,
         eqn: JaxprEqn,
         sides: Sequence[str] = (),
         by: Value | None = None,
     ) -> list[Use]:
-        """Record that an operation uses each leaf of a value, and takes `by`.
+        """Record that an operation uses these leaves, and takes `by`.
 
         In x (16, 24) @ w[3], of layers w (8, 24, 40), `sides` are (IN, OUT) and `by` is
         x: axis 1 of the leaf is in, axis 2 out, and axis 0, cut off, a row.
@@ -184,7 +184,7 @@ class Trace:
         uses, calls = [], (*self.calls, eqn)
         depth = jaxprs.transpositions(calls)
         made_by = frozenset(by.sources) if by else frozenset()
-        for leaf, view in value.leaves.items():
+        for leaf, view in leaves.items():
             # Of w (8, 24, 40), w[3] has the parts ((1, 24),), ((2, 40),), and axis 0 is
             # gone as INDEX: sides (IN, OUT) make {0: {ROW}, 1: {IN}, 2: {OUT}}.
             of = {a: {_SIDES.get(way, way)} for a, way in view.gone.items()}
@@ -277,15 +277,14 @@ class Trace:
         if value.went(v.INNER) and are_left and not self.is_backward(eqn):
             self._find_input(value, eqn)
         for leaf, view in value.leaves.items():
-            one = replace(value, leaves={leaf: view})
             if not value.data and view.went(v.CONSTANT):
                 is_matrix = view.activated and "dimension_numbers" in eqn.params
                 kind = "contracted" if is_matrix else "resized"
-                made = self.use(one, kind, eqn, [v.OUT] * len(view.parts))
+                made = self.use({leaf: view}, kind, eqn, [v.OUT] * len(view.parts))
                 sources |= dict.fromkeys(made, view.parts)
             elif not view.went(v.PICKED):
                 kind = "factor" if view.went(v.INNER) else "elementwise"
-                self.use(one, kind, eqn)
+                self.use({leaf: view}, kind, eqn)
         given = value.given or value.is_learned
         return replace(value, data=True, given=given, leaves={}, sources=sources)
 
