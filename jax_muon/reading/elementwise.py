@@ -31,7 +31,7 @@ _GATES = {"exp", "exp2", "logistic"}
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 # All others hide what they do with a leaf.
 _KNOWN = {*LINEAR, *_FUNCTIONS.split(), *_COMPARISONS}
-_OF_GATES = {"mul", "div", "sub", "convert_element_type", "max", "select_n", "add"}
+_OF_GATES = {"mul", "div", "sub", "max", "select_n", "add"}
 
 
 @rule(ELEMENTWISE, "reduce")  # by a function of elements
@@ -122,6 +122,8 @@ def elementwise(
 
 def _gate(name: str, values: Sequence[Value], result: Value) -> str:
     """Which gates the result is; `values.py` lists them."""
+    if name == "convert_element_type":
+        return values[0].gate
     if name == "eq" and sum(x.data for x in values) < 2:  # or an identity
         return v.HOT
     if name in _GATES and result.data:

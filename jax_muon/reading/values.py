@@ -216,7 +216,7 @@ def joined(values: Sequence[Value]) -> Value:
         data=bool(data),
         given=all(x.given for x in data) and any(x.given for x in values),
         sources=_merged(x.sources for x in values),
-        gate=next((x for x in ("", SOFT, HOT) if x in gates), ""),
+        gate=next((x for x in ("", MIXED, SOFT, HOT) if x in gates), ""),
         chosen=frozenset().union(*(x.chosen for x in values)),
         scaled={leaf: of for x in values for leaf, of in x.scaled.items()},
         scores=_merged(x.scores for x in values),

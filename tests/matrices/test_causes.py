@@ -340,6 +340,13 @@ def bags(p, ids, bag=lambda table, ids: table[ids].sum(1)):
     "emb",
     rows=lambda table, ids, mask: (jax.nn.one_hot(ids, 9) * mask) @ table,
 )
+@form(
+    "words under a mask, cast",
+    MODEL,
+    [IDS],
+    "emb",
+    rows=lambda table, ids, mask: (jax.nn.one_hot(ids, 9) * mask).astype("f2") @ table,
+)
 def known_words(p, ids, rows=lambda table, ids, mask: table[ids] * mask):
     return net(p, rows(p["emb"], ids, (ids > 0)[:, None]))
 
@@ -568,8 +575,8 @@ forms(
 def gated_inputs(p, x):
     """Numbers times data may be gates of experts, or outputs of one wide matrix."""
     gates = jax.nn.relu(x @ p["gate"])
-    y = jnp.einsum("tei,eio->to", gates[..., None] * x[:, None], p["w"])
-    return jnp.sum(jnp.tanh(y) @ p["out"])
+    z = (gates[..., None] * x[:, None]).astype("f2")
+    return jnp.sum(jnp.tanh(jnp.einsum("tei,eio->to", z, p["w"])) @ p["out"])
 
 
 @answer(
