@@ -267,24 +267,9 @@ def _of_data(trace: Trace, product: Product, pair: Sequence[Value]) -> Value:
     """A product of two activations, or of constants: no use of a leaf."""
     eqn, is_forward = product.eqn, not trace.is_backward(product.eqn)
     for i, value in enumerate(pair):
-        other, free = pair[1 - i], product.free[1 - i]
-        # Constants (4, 6, 8) for each of 4 heads (2, 4, 6), but none for each sample.
-        outputs = {
-            a
-            for parts in value.sources.values()
-            for a in product.batch[i]
-            if axes_in(parts, [a])
-        }
-        is_frozen = other.given and free and outputs == {*product.batch[i]}
-        if is_forward and (is_frozen or other.leaves or _are_rows(other)):
-            of = value.sources.items()  # a graph (5, 5) takes rows, and no outputs
-            met = {
-                x: p for x, p in of if axes_in(p, product.contract[i]) or not axes_in(p)
-            }
-            trace.take(replace(value, sources=met), "")
-        if is_forward and other.given and not free and not product.batch[0]:
-            trace.weigh(value, "")  # by a vector of the arguments
+        other = pair[1 - i]
         if is_forward:
+            _take_outputs(trace, product, i, value, other)
             _doubt_scaled(trace, eqn, value, product.contract[i], product.free[i])
         # Outputs (tokens, experts, 40) by gates (tokens, experts), summed over experts;
         # but no values (keys, heads, 40) of an attention, summed over heads.
@@ -319,6 +304,23 @@ def _of_data(trace: Trace, product: Product, pair: Sequence[Value]) -> Value:
         chosen = pair[0].chosen & pair[1].chosen
         result = replace(result, gate="", chosen=chosen)
     return result
+
+
+def _take_outputs(
+    trace: Trace, product: Product, i: int, value: Value, other: Value
+) -> None:
+    """Note that data or a constant takes the outputs in operand i, or weighs them."""
+    free, batch = product.free[1 - i], product.batch[i]
+    of = value.sources.items()
+    # Constants (4, 6, 8) for each of 4 heads (2, 4, 6), but none for each sample.
+    heads = {a for _, parts in of for a in batch if axes_in(parts, [a])}
+    is_frozen = other.given and free and heads == {*batch}
+    if is_frozen or other.leaves or _are_rows(other):
+        # A graph (5, 5) takes rows, and no outputs.
+        met = {x: p for x, p in of if axes_in(p, product.contract[i]) or not axes_in(p)}
+        trace.take(replace(value, sources=met), "")
+    if other.given and not free and not batch:
+        trace.weigh(value, "")  # by a vector of the arguments
 
 
 def _doubt_scaled(
