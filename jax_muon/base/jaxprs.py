@@ -240,9 +240,10 @@ def is_in(scope: str, calls: Sequence[JaxprEqn]) -> bool:
 
 
 def are_in_one_einsum(one: JaxprEqn, other: JaxprEqn) -> bool:
-    """True for products of one `einsum("hlm,mhe,hed->ld", ...)` of several.
+    """True for two products of one `einsum("hlm,mhe,hed->ld", ...)`.
 
-    Sizes decide their order: over h together with e, or after it.
+    Of three arrays or more: the name that JAX gives to it has two commas. Sizes decide
+    the order of such products.
     """
     name = str(one.source_info.name_stack)
     is_einsum = re.search(r",[a-zA-Z.]*,\S*->", name) is not None

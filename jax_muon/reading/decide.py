@@ -141,10 +141,6 @@ def _lost_head(path: str, trace: Trace) -> str:
 
 def _stack(axes: MatrixAxes, products: Sequence[Use], trace: Trace) -> str:
     """What to say of (3, in, out) with one input: three matrices, or a wide one?"""
-    found = Attention(trace.noted, products)
-    by_number = any((-1, -1) in x for x in found.slices.values())
-    if by_number and not found.roles and len(axes.output) > 1:
-        return "a number takes some of its outputs"
     for use in products:
         shape = trace.shapes[use.path]
         for axis in use.members & {*axes.batch} - use.axes(v.ROW):

@@ -267,13 +267,12 @@ def _of_data(trace: Trace, product: Product, pair: Sequence[Value]) -> Value:
     """A product of two activations, or of constants: no use of a leaf."""
     eqn, is_forward = product.eqn, not trace.is_backward(product.eqn)
     for i, value in enumerate(pair):
-        other = pair[1 - i]
+        other, contract = pair[1 - i], product.contract[i]
         if is_forward:
             _take_outputs(trace, product, i, value, other)
-            _doubt_scaled(trace, eqn, value, product.contract[i], product.free[i])
+            _doubt_scaled(trace, eqn, value, contract, product.free[i])
         # Outputs (tokens, experts, 40) by gates (tokens, experts), summed over experts;
         # but no values (keys, heads, 40) of an attention, summed over heads.
-        contract = product.contract[i]
         is_gated = other.gate in (v.HOT, v.SOFT) and not other.scores
         for use, parts in value.sources.items() if is_forward else ():
             inside, left = axes_in(parts, contract), axes_in(parts, product.free[i])
@@ -331,9 +330,14 @@ def _doubt_scaled(
     w (3, 24, 40) * styles (2, 1, 24, 1) is a kernel for each of two images.
     """
     for (leaf, _), parts in value.scaled.items():
-        fan_in, fan_out = axes_in(parts, inside), axes_in(parts, outside)
-        if fan_in - fan_out and fan_out - fan_in:
+        if _is_kernel(parts, inside, outside):
             trace.doubt([leaf], "data scales its elements for each sample", eqn)
+
+
+def _is_kernel(parts: Parts, inside: Axes, outside: Axes) -> bool:
+    """Whether axes of a leaf are on both sides: (24, 40) has 24 inside, 40 outside."""
+    fan_in, fan_out = axes_in(parts, inside), axes_in(parts, outside)
+    return bool(fan_in - fan_out and fan_out - fan_in)
 
 
 def _mixed(product: Product, i: int, parts: Parts) -> Parts:
@@ -370,12 +374,11 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if not kernel.leaves:
         if not is_backward and (kernel.given or _are_rows(kernel)):
             trace.take(data, "")
-        for use, parts in kernel.sources.items() if not is_backward else ():
-            inside, outside = axes_in(parts, [fan_in, *window]), axes_in(parts, [out])
-            if inside - outside and outside - inside:
-                trace.doubt([use.path], "its outputs are kernels for data", eqn)
         if not is_backward:
-            _doubt_scaled(trace, eqn, kernel, [fan_in, *window], [out])
+            both, of_uses = ([fan_in, *window], [out]), kernel.sources.items()
+            made = [x.path for x, parts in of_uses if _is_kernel(parts, *both)]
+            trace.doubt(made, "its outputs are kernels for data", eqn)
+            _doubt_scaled(trace, eqn, kernel, *both)
         return Value(data=True, sources=v.joined([data, kernel]).bare(new).sources)
     # A kernel (3, 3, 24, 40) has windows and 24 channels in, and 40 channels out; in a
     # gradient, back to the inputs, 24 channels are the outputs.
