@@ -67,9 +67,8 @@ def _without_product(path: str, trace: Trace, uses: Sequence[Use]) -> Answer | N
     facts, kinds = trace.facts, {x.kind for x in uses}
     if path in facts.lost:
         return MUON, "unknown", facts.lost[path], None
-    if path in trace.inputs:
-        where = trace.inputs[path]
-        return ADAMW, "input", f"used like data, with matrices of its own{where}", None
+    if path in trace.like_data:
+        return ADAMW, "input", "used like data, by your rules", None
     if "picked" in kinds and not any(x.kind in _PRODUCTS and x.is_picked for x in uses):
         return ADAMW, "embedding", f"rows picked by integers{_at(uses, 'picked')}", None
     if facts.routers.keys() & {*uses}:
@@ -77,6 +76,9 @@ def _without_product(path: str, trace: Trace, uses: Sequence[Use]) -> Answer | N
         return ADAMW, "router", reason, None
     if path in facts.doubts:
         return MUON, "unknown", facts.doubts[path], None
+    if "input" in kinds:
+        reason = f"used like data, with matrices of its own{_at(uses, 'input')}"
+        return ADAMW, "input", reason, None
     if kinds & _PRODUCTS.keys():
         return None
     for kind, reason in _UNDECIDED.items():
@@ -133,7 +135,9 @@ def _contradiction(axes: MatrixAxes, others: Sequence[MatrixAxes]) -> str:
 def _lost_head(path: str, trace: Trace) -> str:
     """Why the last product may be none, or ""."""
     if path in trace.facts.weighed:
-        return "a vector multiplies its outputs, in a last product or as a scale,"
+        return (
+            "a vector or numbers multiply its outputs, in a last product or as a scale,"
+        )
     if trace.takers[path]:
         return "only gradients have products that take its outputs"
     return "" if path in trace.reached else "its products do not reach the result"
@@ -174,14 +178,10 @@ def _matrix_axes(use: Use, shape: Sequence[int], trace: Trace) -> MatrixAxes | s
     sides = {a: {*use.sides.get(a, ())} for a in range(len(shape))}
     sides |= {a: {v.BATCH} for a, n in enumerate(shape) if n == 1 and not sides[a]}
     known = {v.IN, v.OUT}.intersection(*[set().union(*sides.values())])
-    rows, kept = use.axes(v.ROW), {v.OUT}
-    if use.kind == "convolved":
-        kept = {v.IN, v.OUT}
+    rows = use.axes(v.ROW)
     for axis, x in sides.items():
         if v.ROW in x:  # or some of them, in a loop over parts of the matrix
             x = x - {v.ROW} or {_side_of_rows(use, axis, trace)}
-        elif x == {v.CONSTANT} and known == kept and axis < max(use.axes(v.OUT)):
-            x = {v.IN}  # tanh(grid @ w), or a kernel of another size
         elif x == {v.INNER} and len(known) == 1:
             x = {v.IN, v.OUT} - known
         if len(x) != 1 or not x <= {v.BATCH, v.IN, v.OUT}:

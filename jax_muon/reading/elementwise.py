@@ -24,18 +24,20 @@ _FUNCTIONS = """
     abs sign floor ceil round sqrt rsqrt cbrt square exp exp2 expm1 log log1p logistic
     sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc erf_inv
     lgamma digamma pow max min integer_pow clamp rem nextafter is_finite not and or
-    cumsum cumprod cummax cumlogsumexp reduce bitcast_convert_type xor device_put pmax
+    cumsum cumprod cummax cumlogsumexp bitcast_convert_type xor device_put pmax
     pmin pcast pbroadcast psum_invariant mesh_cast layout_constraint
 """
 _GATES = {"exp", "exp2", "logistic"}
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 # All others hide what they do with a leaf.
 _KNOWN = {*LINEAR, *_FUNCTIONS.split(), *_COMPARISONS}
-_OF_GATES = {"mul", "div", "sub", "max", "select_n", "add"}
+_OF_GATES = {"mul", "div", "sub", "max", "min", "select_n", "add"}
 
 
-@rule(ELEMENTWISE, "reduce")  # by a function of elements
-def _elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+@rule(ELEMENTWISE, "reduce", "reduce_window")  # with bodies for two elements
+def _elementwise(
+    trace: Trace, eqn: JaxprEqn, values: list[Value]
+) -> Value | list[Value]:
     """An operation on each element; or one without a rule."""
     name, shapes = eqn.primitive.name, [shape_of(x) for x in eqn.outvars]
     shape, given = shapes[0] if shapes else (), [*map(shape_of, eqn.invars)]
@@ -48,7 +50,7 @@ def _elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value
         result = elementwise(trace, eqn, name, values, shape)
         if name == "mul" and all(x.data for x in values) and shape not in given:
             result = replace(result, gate=v.MIXED)  # x[:, None] * gates[..., None]
-        return [result] * len(shapes)
+        return result
     return trace.opaque(eqn, values, f"it goes into {name}")
 
 
@@ -113,7 +115,6 @@ def elementwise(
         of_both = {(x, False) for x in both if axes_in(result.sources[x])}
         result = replace(result, chosen=result.chosen | of_both)
     if name == "mul":
-        _note_gates(trace, values)
         attention.note_multiplied(trace.facts.attention, values)
     scaled = {**result.scaled, **scaled} if name in LINEAR else {}
     leaves = _leaves(trace, eqn, name, values)
@@ -134,7 +135,9 @@ def _gate(name: str, values: Sequence[Value], result: Value) -> str:
     if name in SCALES and gates == {v.SOFT}:
         return v.SOFT  # times a mask, as of dropout, or a learned number
     of_gates = v.joined(values[1:]) if name == "select_n" else result
-    return of_gates.gate if name in _OF_GATES else ""
+    if name in _OF_GATES:
+        return of_gates.gate
+    return v.MASKED if of_gates.gate == v.HOT else ""  # as of round(one_hot)
 
 
 def _leaves(
@@ -194,25 +197,6 @@ def _scaled(values: Sequence[Value]) -> dict[tuple[str, bool], Parts]:
                 for a, x in enumerate(view.parts)
             )
     return scaled
-
-
-def _note_gates(trace: Trace, values: Sequence[Value]) -> None:
-    """Note outputs (tokens, experts, out) that gates (tokens, experts) multiply.
-
-    Or another value, which may be gates; but no norm of them.
-    """
-    for value, gates in (values, values[::-1]):
-        of_gates = [x for of in gates.sources.values() for x in enumerate(of)]
-        met = {place for place, of_axis in of_gates if axes_in([of_axis])}
-        if value.gate and not gates.gate:  # they are no gates of their own gates
-            continue
-        is_known = gates.gate in (v.HOT, v.SOFT) or bool(gates.chosen)
-        is_gate = is_known and not value.gate
-        for use, parts in value.sources.items():
-            inside = axes_in(parts, met)
-            if axes_in(parts) - inside and use not in gates.sources:
-                for axis in inside:
-                    trace.facts.gated[use, axis] = is_gate
 
 
 def _note_distances(trace: Trace, eqn: JaxprEqn, value: Value) -> None:

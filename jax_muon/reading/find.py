@@ -125,9 +125,7 @@ def find_matrices(
     ruled = read()
     known = {x.path: x for x in ruled.values() if x.doubt and x.label == ADAMW}
     if known:  # like data, which decides about others
-        first, ruled = ruled, read(known)
-        certain = [x for x in first.values() if not x.doubt]
-        ruled |= {x.path: x for x in certain if ruled[x.path].doubt}
+        ruled = read(known)
         for path, x in known.items():  # data has no scans
             now = ruled[path]
             ruled[path] = dataclasses.replace(now, scanned=x.scanned, scan=x.scan)

@@ -10,7 +10,7 @@ from jax_muon.base.jaxprs import shape_of
 from jax_muon.reading import attention
 from jax_muon.reading import values as v
 from jax_muon.reading.trace import EITHER, Trace, rule
-from jax_muon.reading.values import Parts, Shape, Use, Value, View, axes_in
+from jax_muon.reading.values import Parts, Shape, Value, View, axes_in
 
 
 @rule("squeeze")
@@ -174,16 +174,11 @@ def pick(
         if sum(len(axes_in(of.parts)) for of in value.leaves.values()) > 1:
             trace.lose(before.went(v.INNER), EITHER, eqn)
         value = trace.as_data(value, eqn)
-    constant = before.went(v.CONSTANT)
-    trace.doubt(constant, "data picks rows of its product with a constant", eqn)
     picked = {x: of for x, of in value.leaves.items() if of.went(v.PICKED)}
     uses = trace.use(picked, "picked", eqn)
     sources = {x: value.leaves[x.path].parts for x in uses}
-    left = {
-        x: of
-        for x, of in value.leaves.items()
-        if len(axes_in(of.parts) | of.went(v.CONSTANT)) > 1
-    }
+    leaves = value.leaves.items()
+    left = {x: of for x, of in leaves if len(axes_in(of.parts)) > 1}
     return Value(data=True, leaves=left, sources=sources)
 
 
@@ -276,9 +271,7 @@ def _replaced(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         rows = *numbers.inserted_window_dims, *numbers.operand_batching_dims
         kept = [a for a in source if a not in rows]
         source = dict(zip(kept, numbers.update_window_dims, strict=True))
-    before = updates
     updates = updates.moved(lambda parts: v.placed(parts, source, shape))
-    note_sums(trace, eqn, before, updates)
     result = v.joined([array, index.bare(shape), updates])
     chosen = index.chosen | updates.chosen
     return replace(result, leaves=array.leaves, chosen=chosen)
@@ -307,7 +300,10 @@ def note_sums(trace: Trace, eqn: JaxprEqn, before: Value, after: Value) -> None:
     """Note sums of products of elements: x * vector, or x[:, :, None] * matrix."""
     for use, parts in before.sources.items():
         left = axes_in(after.sources.get(use, ()))
-        note_members(trace, eqn, use, axes_in(parts) - left, left)
+        outputs = left & use.axes(v.OUT)  # of experts (tokens, experts, out)
+        for axis in (axes_in(parts) - left) & use.axes(v.OUT) if outputs else ():
+            if axis < min(outputs) and (use, axis) not in trace.facts.batched:
+                trace.doubt([use.path], "a sum goes over some of its outputs", eqn)
     for leaf, view in before.leaves.items():  # beside data, or times constants
         left = axes_in(after.leaves[leaf].parts) if leaf in after.leaves else {0}
         is_wide = any(n > 1 for of in view.parts for a, n in of if a is None)
@@ -323,17 +319,6 @@ def note_sums(trace: Trace, eqn: JaxprEqn, before: Value, after: Value) -> None:
         elif inside and axes_in(parts) - inside:
             trace.take(before, leaf)
             trace.doubt([leaf], "it may be a matrix in a product and a sum", eqn)
-
-
-def note_members(
-    trace: Trace, eqn: JaxprEqn, use: Use, summed: set[int], left: set[int]
-) -> None:
-    """Note a sum over some outputs, as of experts (tokens, experts, out) by gates."""
-    for axis in summed & use.axes(v.OUT) if left & use.axes(v.OUT) else ():
-        if trace.facts.gated.get((use, axis)):
-            trace.facts.batched[use, axis] = None
-        elif axis < min(left & use.axes(v.OUT)) or (use, axis) in trace.facts.gated:
-            trace.doubt([use.path], "a sum goes over some of its outputs", eqn)
 
 
 def _chosen(value: Value, result: Value, shape: Shape, along: Sequence[int]) -> Value:

@@ -4,7 +4,7 @@ A product of a leaf with an activation is the use that makes it a matrix. One of
 leaves, or of a leaf and a constant, is followed on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -83,23 +83,21 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if i is None:
         return _of_data(trace, product, pair)
     weight, other = pair[i], pair[1 - i]
-    if not other.data and not is_backward:
-        is_sum = not product.free[1 - i]  # of its rows
-        # grid (64, 2) @ w (2, 40) is (64, 40) with axis 0 of w gone, as CONSTANT.
-        result = product.moved(i, weight, v.SUMMED if is_sum else v.CONSTANT)
-        leaves = result.leaves.items()
-        after = {x: replace(of, activated=of.activated and is_sum) for x, of in leaves}
-        return replace(result, leaves=after)
-    if other.data and not is_backward:
-        _note_added(trace, eqn, other)
+    is_constant = not other.data and not is_backward
+    if is_constant:
+        if all(product.shapes[1 - i][a] == 1 for a in product.free[1 - i]):
+            return product.moved(i, weight, v.SUMMED)  # a sum of its rows
+    elif not is_backward:
+        _note_added(trace, eqn, other, weight)
     other = trace.as_data(other, eqn)
-    if other.gate == v.HOT and not is_backward:
+    if other.gate == v.HOT and not is_backward and not is_constant:
         return pick(trace, eqn, weight, product.moved(i, weight, v.PICKED), other)
-    result = _of_weight(trace, product, weight, i, other)
-    return replace(result, given=values[1 - i].is_learned and not is_backward)
+    result = _of_weight(trace, product, weight, i, other, not is_constant)
+    is_given = is_constant or values[1 - i].is_learned
+    return replace(result, given=is_given and not is_backward)
 
 
-def _note_added(trace: Trace, eqn: JaxprEqn, data: Value) -> None:
+def _note_added(trace: Trace, eqn: JaxprEqn, data: Value, weight: Value) -> None:
     """Note leaves that were added to data: tokens beside x, or positions, are like it.
 
     Under a mask, or times data, one may be a matrix that makes data.
@@ -109,8 +107,11 @@ def _note_added(trace: Trace, eqn: JaxprEqn, data: Value) -> None:
             continue
         if view.scaled:
             trace.doubt([leaf], "data multiplies its elements, or masks a matrix", eqn)
-        else:
-            trace.like_data([leaf], eqn)
+        elif data.given or data.sources:
+            trace.use({leaf: view}, "input", eqn)
+        else:  # as noise alone is
+            why = "what is added to it shows neither data nor a matrix"
+            trace.doubt([leaf, *weight.leaves], why, eqn)
 
 
 def _like_data(trace: Trace, product: Product, pair: Sequence[Value]) -> list[int]:
@@ -126,10 +127,10 @@ def _like_data(trace: Trace, product: Product, pair: Sequence[Value]) -> list[in
         views = value.leaves.values()
         are_functions = any(x.activated and x.went(v.INNER) for x in views)
         are_vectors = all(len(trace.wide(x)) < 2 for x in value.leaves)
-        if are_vectors or are_functions or value.went(v.CONSTANT):
+        if are_vectors or are_functions:
             like.append(i)
         elif not (shared or value.covers(sizes)) and product.free[i]:  # repeated
-            trace.like_data(value.leaves, product.eqn)
+            trace.use(value.leaves, "input", product.eqn)
             like.append(i)
     for i in like if len(like) == 1 else ():
         many = [x for x in pair[1 - i].leaves if len(trace.wide(x)) > 2]
@@ -142,13 +143,11 @@ def _of_leaves(product: Product, pair: Sequence[Value]) -> Value:
     """The value of a product of two leaves: made of both."""
     leaves: dict[str, View] = {}
     for i, value in enumerate(pair):
-        for leaf, view in product.moved(i, value, v.INNER).leaves.items():
-            is_own = leaf in leaves  # w.T @ w
-            gone = dict(view.gone)
-            if is_own:  # einsum("ni,ni->n", w, w)
-                gone = {a: v.SUMMED if x == v.INNER else x for a, x in gone.items()}
-            view = leaves.get(leaf, view)
-            leaves[leaf] = replace(view, activated=is_own, gone=gone)
+        for leaf, view in value.leaves.items():
+            is_own = leaf in pair[1 - i].leaves  # w.T @ w, einsum("ni,ni->n", w, w)
+            parts, kind = product.placed(i, view.parts), v.SUMMED if is_own else v.INNER
+            view = replace(view.moved(parts, kind), activated=is_own)
+            leaves.setdefault(leaf, view)
     return Value(leaves=leaves)
 
 
@@ -163,7 +162,7 @@ def _updated_weight(
     for i, leaf, view in [(n, *x) for n in (0, 1) for x in pair[n].leaves.items()]:
         # a (24, 4) @ b (4, 40), added to data: a has axis 0 inside and axis 1 gone, b
         # axis 0 gone and axis 1 outside. A bias (40,) has none inside.
-        gone = view.went(v.INNER, v.CONSTANT, v.LOOP, v.INDEX)  # on either side
+        gone = view.went(v.INNER, v.LOOP, v.INDEX)  # on either side
         inside = axes_in(view.parts, product.contract[i]) or gone
         outside = axes_in(view.parts, product.free[i]) or gone
         if inside and outside and inside != outside:
@@ -178,7 +177,7 @@ def _updated_weight(
 
 
 def _of_weight(
-    trace: Trace, product: Product, weight: Value, i: int, other: Value
+    trace: Trace, product: Product, weight: Value, i: int, other: Value, is_data: bool
 ) -> Value:
     """A product of leaves, operand i, and an activation: the use that makes matrices.
 
@@ -194,40 +193,23 @@ def _of_weight(
         other = replace(other, sources=own)  # a power iteration, of one vector
     dtype = getattr(eqn.outvars[0].aval, "dtype", int)
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    kind = "complex" if is_complex else "contracted"
+    # grid (64, 2) @ w (2, 40); or a table (2, 40) that the grid resizes
+    kind = "complex" if is_complex else "contracted" if is_data else "resized"
     uses = trace.use(weight.leaves, kind, eqn, sides, other)
     _doubt_factors(trace, product, weight, i, other)
     for before, parts in other.sources.items():
         for axis in axes_in(parts, product.batch[1 - i][: len(product.batch[0])]):
             trace.facts.batched[before, axis] = None
         for place, at in zip(met, contract, strict=True):
-            after = {x: axes_in(weight.leaves[x.path].parts, [at]) for x in uses}
-            _doubt_order(trace, eqn, before, axes_in(parts, [place]))
-            if len(before.axes(v.OUT)) > 1:
-                _note_experts(trace, eqn, before, axes_in(parts, [place]), after)
+            summed = axes_in(parts, [place])
+            _doubt_order(trace, eqn, before, summed)
+            if summed & before.members:  # experts (tokens, experts, 40)
+                of = weight.leaves.items()
+                met_by = [x for x, view in of if axes_in(view.parts, [at])]
+                why = "a product may sum over several matrices of it"
+                trace.doubt([before.path, *met_by], why, eqn)
     made = {x: product.placed(i, weight.leaves[x.path].parts) for x in uses}
     return Value(data=True, sources=made)
-
-
-def _note_experts(
-    trace: Trace,
-    eqn: JaxprEqn,
-    before: Use,
-    summed: set[int],
-    after: Mapping[Use, set[int]],
-) -> None:
-    """Note experts that a product sums over, of the axes of uses before and after it.
-
-    Gates multiply hidden (tokens, experts, 40); (experts, 40, 24) gives (tokens, 24).
-    """
-    gated, batched = trace.facts.gated, trace.facts.batched
-    for axis in summed:
-        if gated.get((before, axis)) or (before, axis) in batched:
-            several = [(use, x) for use, axes in after.items() for x in axes]
-            batched |= dict.fromkeys([(before, axis), *several])
-        elif (before, axis) in gated or axis in before.members:
-            paths = [before.path, *(use.path for use, axes in after.items() if axes)]
-            trace.doubt(paths, "a product may sum over several matrices of it", eqn)
 
 
 def _doubt_order(trace: Trace, eqn: JaxprEqn, use: Use, summed: set[int]) -> None:
@@ -271,14 +253,8 @@ def _of_data(trace: Trace, product: Product, pair: Sequence[Value]) -> Value:
         if is_forward:
             _take_outputs(trace, product, i, value, other)
             _doubt_scaled(trace, eqn, value, contract, product.free[i])
-        # Outputs (tokens, experts, 40) by gates (tokens, experts), summed over experts;
-        # but no values (keys, heads, 40) of an attention, summed over heads.
-        is_gated = other.gate in (v.HOT, v.SOFT) and not other.scores
         for use, parts in value.sources.items() if is_forward else ():
-            inside, left = axes_in(parts, contract), axes_in(parts, product.free[i])
-            if inside and left and is_gated and not value.gate:
-                trace.facts.gated |= dict.fromkeys(((use, x) for x in inside), True)
-            _doubt_order(trace, eqn, use, inside)
+            _doubt_order(trace, eqn, use, axes_in(parts, contract))
         note_sums(trace, eqn, value, product.moved(i, value, v.SUMMED))
         if is_forward and value.gate == v.SOFT:
             uses = [
@@ -309,17 +285,18 @@ def _take_outputs(
     trace: Trace, product: Product, i: int, value: Value, other: Value
 ) -> None:
     """Note that data or a constant takes the outputs in operand i, or weighs them."""
-    free, batch = product.free[1 - i], product.batch[i]
-    of = value.sources.items()
+    free, of = product.free[1 - i], value.sources.items()
+    batch = [a for a in product.batch[i] if product.shapes[i][a] > 1]
     # Constants (4, 6, 8) for each of 4 heads (2, 4, 6), but none for each sample.
     heads = {a for _, parts in of for a in batch if axes_in(parts, [a])}
-    is_frozen = other.given and free and heads == {*batch}
-    if is_frozen or other.leaves or _are_rows(other):
-        # A graph (5, 5) takes rows, and no outputs.
-        met = {x: p for x, p in of if axes_in(p, product.contract[i]) or not axes_in(p)}
-        trace.take(replace(value, sources=met), "")
-    if other.given and not free and not batch:
-        trace.weigh(value, "")  # by a vector of the arguments
+    is_matrix = free and heads == {*batch}
+    # A graph (5, 5) takes rows, and no outputs.
+    met = {x: p for x, p in of if axes_in(p, product.contract[i]) or not axes_in(p)}
+    value = replace(value, sources=met)
+    if (other.given and is_matrix) or other.leaves or _are_rows(other):
+        trace.take(value, "")
+    elif (is_matrix and not other.data) or (other.given and not free and not batch):
+        trace.weigh(value, "")  # by numbers of the loss, or a vector of the arguments
 
 
 def _doubt_scaled(
@@ -367,7 +344,7 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         if data.covers(shape_of(eqn.invars[0])):  # it is no x, repeated for each sample
             trace.doubt({**data.leaves, **kernel.leaves}, EITHER, eqn)
         else:
-            trace.like_data(data.leaves, eqn)
+            trace.use(data.leaves, "input", eqn)
     data = trace.as_data(data, eqn)
     if data.gate == v.HOT:
         trace.doubt(kernel.leaves, "a one-hot may pick its rows", eqn)
@@ -390,29 +367,13 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     sources: dict[Use, Parts] = {}
     for leaf, view in kernel.leaves.items():
         # Of 5 members (5, 3, 3, 24, 40) vmap makes 5 groups of (3, 3, 24, 200).
-        members = _members(view.parts[out], groups, trace.shapes[leaf])
-        left = tuple(x for x in view.parts[out] if x[0] not in members)
-        one = view.moved((*view.parts[:out], left, *view.parts[out + 1 :]), v.PICKED)
-        for axis in members:
-            groups //= trace.shapes[leaf][axis]
+        if groups > 1 and len(view.parts[out]) > 1:
+            trace.doubt([leaf], "its groups may be members of vmap", eqn)
         kind = "grouped" if groups > 1 else kind
-        if groups > 1 and view.went(v.CONSTANT):
-            trace.doubt([leaf], "constants mix its groups", eqn)
-        for use in trace.use({leaf: one}, kind, eqn, sides, data):
+        for use in trace.use({leaf: view}, kind, eqn, sides, data):
             sources[use] = v.placed(view.parts, {numbers.out_spec[1]: out}, new)
     given = values[0].is_learned and not is_backward
     return Value(data=True, given=given, sources=sources)
-
-
-def _members(parts: Sequence[v.Part], groups: int, shape: Axes) -> set[int]:
-    """The axes of a leaf that `vmap` made groups of."""
-    members = set()
-    for axis, size in parts[:-1]:
-        if axis is None or size != shape[axis] or groups % size:
-            break
-        members.add(axis)
-        groups //= size
-    return members
 
 
 @rule("pallas_call")

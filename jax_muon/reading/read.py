@@ -15,6 +15,7 @@ from jaxtyping import Array, PyTree
 from jax_muon.base import dtypes, jaxprs, trees
 from jax_muon.matrices.matrices import Parameter
 from jax_muon.reading import decide, loops, products  # noqa: F401, rules
+from jax_muon.reading import values as v
 from jax_muon.reading.trace import Trace
 from jax_muon.reading.values import Use, Value, View
 
@@ -83,24 +84,17 @@ def follow(
     is_alone = all(_is_key(x, jaxpr) for x in given[:count] if jaxprs.shape_of(x))
     pairs = enumerate(map(_is_float, given))
     others = [Value(data=i < count or is_alone, given=x) for i, x in pairs]
-    inputs = dict.fromkeys(like_data, ", by your rules")
-    while True:  # until no further leaf turns out to be like data
-        trace, own = Trace(shapes, inputs), []
-        for path, shape in shapes.items():
-            parts = tuple(((a, n),) if n > 1 else () for a, n in enumerate(shape))
-            is_data, view = path in inputs, {path: View(parts)}
-            own.append(Value(is_data, given=is_data, leaves={} if is_data else view))
-        for value in trace.run(jaxpr, [*own, *others]):
-            trace.reached |= {x.path for x in value.sources}
-            if jaxpr.eqns:
-                trace.use(value.leaves, "elementwise", jaxpr.eqns[-1])
-        # Learned queries are found where w multiplies them. In the next run they are
-        # data from the start, and w is a matrix.
-        facts, before = trace.facts, len(inputs)
-        found = {x: at for x, at in facts.inputs.items() if x not in facts.lost}
-        inputs = {**found, **inputs}
-        if len(inputs) == before:
-            return trace
+    trace, own = Trace(shapes, like_data), []
+    for path, shape in shapes.items():
+        parts = tuple(((a, n),) if n > 1 else () for a, n in enumerate(shape))
+        leaves = {} if path in like_data else {path: View(parts)}
+        own.append(Value(not leaves, given=not leaves, leaves=leaves))
+    for value in trace.run(jaxpr, [*own, *others]):
+        trace.reached |= {x.path for x in value.sources}
+        for leaf, view in value.leaves.items() if jaxpr.eqns else ():
+            kind = "factor" if view.went(v.INNER) else "elementwise"
+            trace.use({leaf: view}, kind, jaxpr.eqns[-1])
+    return trace
 
 
 def _traced(

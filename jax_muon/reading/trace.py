@@ -44,10 +44,8 @@ class Facts:
     uses: dict[tuple[object, ...], Use] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)  # leaves not followed: why
     doubts: dict[str, str] = field(default_factory=dict)  # ambiguous leaves: why
-    inputs: dict[str, str] = field(default_factory=dict)  # leaves like data: where
     routers: dict[Use, None] = field(default_factory=dict)  # a top-k routes by them
     batched: dict[tuple[Use, int], None] = field(default_factory=dict)  # members
-    gated: dict[tuple[Use, int], bool] = field(default_factory=dict)  # by gates?
     weighed: dict[str, None] = field(default_factory=dict)  # by a vector, and summed
     attention: dict[Any, None] = field(default_factory=dict)  # see attention.py
 
@@ -69,9 +67,9 @@ class Trace:
     """
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], inputs: Mapping[str, str]
+        self, shapes: Mapping[str, tuple[int, ...]], like_data: Collection[str]
     ) -> None:
-        self.shapes, self.inputs, self.facts = shapes, inputs, Facts()
+        self.shapes, self.like_data, self.facts = shapes, like_data, Facts()
         self.takers: dict[str, set[tuple[str, int]]] = defaultdict(set)
         self.taken: set[Use] = set()
         self.reached: set[str] = set()
@@ -233,11 +231,6 @@ class Trace:
         for leaf in leaves:
             self.facts.lost.setdefault(leaf, f"{why}{self.line(eqn)}")
 
-    def like_data(self, leaves: Collection[str], eqn: JaxprEqn) -> None:
-        """Note that leaves are like data, such as learned queries."""
-        for leaf in leaves:
-            self.facts.inputs.setdefault(leaf, self.line(eqn))
-
     def routes(self, eqn: JaxprEqn, values: Sequence[Value]) -> None:
         """Note that a top-k of some products chooses among other activations.
 
@@ -267,41 +260,18 @@ class Trace:
     def as_data(self, value: Value, eqn: JaxprEqn) -> Value:
         """A value as data, although it is made of leaves, which are used here.
 
-        Of tanh(queries @ w) the learned queries are like data. In tanh(grid @ w) @ v,
-        of a constant grid (64, 2), w (2, 40) is a matrix. But grid @ w itself may be a
-        table w (2, 40), such as of positions, that the grid resizes.
+        Of tanh(queries @ w) one is like data, and nothing says which.
         """
-        sources = {**value.sources}
         # No axis is left of a norm, or of the loss of u @ v.
         are_left = any(axes_in(view.parts) for view in value.leaves.values())
         if value.went(v.INNER) and are_left and not self.is_backward(eqn):
-            self._find_input(value, eqn)
+            self.doubt(value.went(v.INNER), EITHER, eqn)
         for leaf, view in value.leaves.items():
-            if not value.data and view.went(v.CONSTANT):
-                is_matrix = view.activated and "dimension_numbers" in eqn.params
-                kind = "contracted" if is_matrix else "resized"
-                made = self.use({leaf: view}, kind, eqn, [v.OUT] * len(view.parts))
-                sources |= dict.fromkeys(made, view.parts)
-            elif not view.went(v.PICKED):
+            if not view.went(v.PICKED):
                 kind = "factor" if view.went(v.INNER) else "elementwise"
                 self.use({leaf: view}, kind, eqn)
         given = value.given or value.is_learned
-        return replace(value, data=True, given=given, leaves={}, sources=sources)
-
-    def _find_input(self, value: Value, eqn: JaxprEqn) -> None:
-        """Of leaves that multiplied each other and then met data, one is like data.
-
-        Data (rows, features) is contracted along its last axis.
-        """
-        inner = value.went(v.INNER)
-        # queries (5, 24) @ w (24, 40): the last axis of the queries is contracted, as
-        # features of data are; of w it is the first one.
-        rows = [x for x, axes in inner.items() if axes == {self.wide(x)[-1]}]
-        is_followed = not value.went(v.CONSTANT) and not inner.keys() & self.facts.lost
-        if len(rows) == 1 and value.is_learned and is_followed:
-            self.like_data(rows, eqn)
-        else:
-            self.doubt(inner, EITHER, eqn)
+        return replace(value, data=True, given=given, leaves={})
 
 
 def _shard(value: Value, shape: v.Shape, whole: v.Shape) -> Value:

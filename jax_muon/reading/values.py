@@ -22,7 +22,7 @@ JOINED = -1  # in the place of an axis: where a leaf lies beside others
 
 # What became of an axis of a leaf that an array has no longer.
 LOOP, INDEX, PICKED = "loop", "index", "picked"  # one element: of a loop, w[3], w[ids]
-INNER, CONSTANT, SUMMED = "inner", "constant", "summed"  # contracted with a leaf, ...
+INNER, SUMMED = "inner", "summed"  # contracted with a leaf, or summed
 # The side of a matrix that an axis is on in a use; rows may be those of a matrix.
 BATCH, ROW, IN, OUT = "batch", "row", "in", "out"
 # Gates: ids == numbers; exponentials and sigmoids, perhaps normalized; other data times

@@ -206,7 +206,49 @@ def straight_through(p, x):
     return jnp.sum(jnp.tanh((hard + z - lax.stop_gradient(z)) @ p["out"]) @ p["end"])
 
 
-forms(NET, [X], before_frozen, {"a frozen matrix in a jit": (jax.jit,)})
+def before_numbers(_):
+    """A basis that the loss makes, as in N-BEATS; or an identity."""
+
+    def new(p, x):
+        basis = jnp.arange(7.0) ** jnp.arange(3)[:, None]
+        return jnp.sum(jnp.tanh(x @ p["w"]) @ p["out"] @ basis)
+
+    return new
+
+
+def before_one_of_a_batch(_):
+    def new(p, x):
+        y, frozen = jnp.tanh(x @ p["w"]) @ p["out"], np.ones((1, 3, 7), np.float32)
+        return jnp.sum(jnp.einsum("nti,nio->nto", y[None], frozen))
+
+    return new
+
+
+def in_windows_of_one(_):
+    """A function of two elements, whose body is for scalars."""
+
+    def new(p, x):
+        y = lax.reduce_window(jnp.tanh(x @ p["w"]), 0.0, larger, (1, 1), (1, 1), "SAME")
+        return jnp.sum(y @ p["out"] @ np.ones((3, 7), np.float32))
+
+    return new
+
+
+def larger(x, y):
+    return jnp.where(x * x > y * y, x, y)
+
+
+forms(
+    NET,
+    [X],
+    before_frozen,
+    {
+        "in windows of one": (in_windows_of_one,),
+        "a matrix of numbers": (before_numbers, "out"),
+        "a frozen matrix in a jit": (jax.jit,),
+        "a batch of one frozen matrix": (before_one_of_a_batch,),
+    },
+)
 forms(
     NET | {"end": floats(3, 2)},
     [X],
@@ -312,6 +354,13 @@ forms(
             by_rows(lambda w, ids: with_noise(1) * jax.nn.one_hot(ids, 9) @ w),
             "emb",
         ),
+        "a clipped one-hot": (
+            by_rows(lambda w, ids: jnp.clip(jax.nn.one_hot(ids, 9), 0, 1) @ w),
+        ),
+        "a rounded one-hot": (
+            by_rows(lambda w, ids: jnp.round(jax.nn.one_hot(ids, 9)) @ w),
+            "emb",
+        ),
         "a flat vector": in_a_vector(lambda v: 0.5 * v + 0.5 * v),
         "a vector in a buffer": in_a_vector(lambda v: jnp.zeros(130).at[4:].set(v)[4:]),
         "a vector permuted": in_a_vector(lambda v: v[ORDER][ORDER]),
@@ -359,6 +408,7 @@ def centered(x):
     "rows of a product of two",
     {"e": floats(9, 4), "b": floats(4, 6), **NET},
     [IDS],
+    "b e",
     rows=lambda e, b, ids: (e @ b)[ids],
 )
 def of_factors(p, ids, rows=lambda e, b, ids: e[ids] @ b):
@@ -425,7 +475,7 @@ def in_python(function):
     "members of convolutions",
     {"k": floats(2, 3, 6), "m": floats(2, 3, 6, 4)},
     [floats(5, 9, 3)],
-    "k",
+    "k m",
     members=in_python,
 )
 def cnn_members(p, x, members=jax.vmap):
@@ -555,17 +605,19 @@ forms(
     [X],
     above(lambda gates: lax.top_k(gates, 3)[0][:, 2:])(experts),
     {
-        "gates above a threshold": (above(lambda g: jnp.sort(g, -1)[:, 1:2]), "gate"),
+        "gates above a threshold": (above(lambda g: jnp.sort(g, -1)[:, 1:2]), "gate w"),
         "gates above a quantile": (
             above(lambda gates: jnp.quantile(gates, 0.5, -1, keepdims=True)),
-            "gate",
+            "gate w",
         ),
         "gates of a top-k in the product": (gates_first, "w"),
         "gates above a top-k along the first axis": (
             above(lambda g: lax.top_k(g.T, 3, axis=0)[0][2:].T),
+            "w",
         ),
         "gates above an approximate top-k along the first axis": (
             above(lambda g: lax.approx_max_k(g.T, 3, -2)[0][2:].T),
+            "w",
         ),
     },
 )
@@ -631,19 +683,8 @@ def of_largest(p, x):
     return experts(p, x, largest)
 
 
-def added_in_a_scan(y):
-    return lax.scan(lambda z, row: (z + row, None), jnp.zeros_like(y[0]), y)[0]
-
-
-def as_one_segment(y):
-    return jax.ops.segment_sum(y, np.zeros(4, int), 1)[0]
-
-
-@form("experts by ones", EXPERTS, [X], add=lambda y: jnp.tensordot(ONES[0, :4], y, 1))
-@form("experts as one segment", EXPERTS, [X], add=as_one_segment)
-@form("experts added in a scan", EXPERTS, [X], "w", add=added_in_a_scan)
 @form(
-    "experts times ones", EXPERTS, [X], add=lambda y: jnp.tensordot(ONES[0, :4], y, 1)
+    "experts by ones", EXPERTS, [X], "w", add=lambda y: jnp.tensordot(ONES[0, :4], y, 1)
 )
 def summed_experts(p, x, add=lambda y: y.sum(0)):
     """Outputs (experts, tokens, out) times gates, added by `add`."""
@@ -772,7 +813,13 @@ def fused(p, x, part=lambda y, i: y[i]):
     return jnp.sum(jax.nn.softmax(q @ k.T) @ v @ p["out"])
 
 
-@form("a sum by ones", QUERIES, [SEQUENCES], total=lambda z: (z @ ONES[0])[..., None])
+@form(
+    "a sum by ones",
+    QUERIES,
+    [SEQUENCES],
+    "rows",
+    total=lambda z: (z @ ONES[0])[..., None],
+)
 def learned_queries(p, x, total=lambda z: z.sum(-1, keepdims=True)):
     """Queries in a residual stream, which are divided by their norms."""
     z = jnp.repeat(p["rows"][None], len(x), 0)
@@ -782,7 +829,7 @@ def learned_queries(p, x, total=lambda z: z.sum(-1, keepdims=True)):
     return jnp.sum(jnp.tanh(z @ p["w"]) @ p["out"])
 
 
-@form("a context of zeros", SQUARES, [SEQUENCES], "k", nothing=lambda x: 0 * x)
+@form("a context of zeros", SQUARES, [SEQUENCES], nothing=lambda x: 0 * x)
 def without_context(p, x, nothing=jnp.zeros_like):
     """Free guidance: the network once with its context, and once without."""
 
@@ -819,27 +866,10 @@ def pairs(p, x, z):
 
 
 @answer(
-    "queries in two attentions",
-    {
-        **dict.fromkeys(("q", "k", "v", "keys"), floats(6, 4)),
-        **{"rows": floats(9, 6), "values": floats(6, 8), "out": floats(8, 3)},
-    },
-    [X],
-    rows="input",
-)
-def two_attentions(p, x):
-    """Learned queries attend to each other, then to data."""
-    q, k, v = (p["rows"] @ p[name] for name in "qkv")
-    y = jax.nn.softmax(q @ k.T) @ v
-    z = jax.nn.softmax(y @ (x @ p["keys"]).T) @ (x @ p["values"])
-    return jnp.sum(jnp.tanh(z) @ p["out"])
-
-
-@answer(
     "queries that are their keys",
     {"rows": floats(4, 6), "k": floats(6, 7), "v": floats(6, 8), **NET},
     [X],
-    rows="input",
+    "k rows v",
 )
 def of_itself(p, x):
     """Learned rows attend to each other by one matrix for queries and keys."""
@@ -893,20 +923,6 @@ def beside_zeros(y):
     return FEATURES + 0 * jnp.sum(y)
 
 
-@form("a grid of two axes", NET, [X], shape=(5, 4, 6))
-def of_ones(p, y, shape=(20, 6)):
-    return net(p, np.ones(shape, np.float32)) - y.sum()
-
-
-@form("a basis of a window", NET, [floats(5, 3, 4)], flat=False)
-def in_a_window(p, x, flat=True):
-    """A window (3, 4) of a matrix (6, 8), by constants."""
-    w = jnp.tensordot(np.ones((3, 4, 6), np.float32), p["w"], 1)
-    y = x.reshape(5, 12) @ w.reshape(12, 8)
-    y = y if flat else jnp.einsum("bij,ijo->bo", x, w)
-    return jnp.sum(jnp.tanh(y) @ p["out"])
-
-
 @form(
     "one row of what a constant moves",
     {**NET, "square": floats(6, 6)},
@@ -916,28 +932,6 @@ def in_a_window(p, x, flat=True):
 )
 def moved(p, x, row=lambda w: ONES[0] @ w):
     return net(p, x * row(p["square"]))
-
-
-@form(
-    "a mean of queries",
-    {**NET, "q": floats(9, 6)},
-    [floats(5, 8)],
-    change=lambda q, w: q.mean(0) @ w,
-)
-def mean_query(p, x, change=lambda q, w: (q @ w).mean(0)):
-    return jnp.sum((x * jnp.tanh(change(p["q"], p["w"]))) @ p["out"])
-
-
-@form(
-    "noise of zero",
-    {**MODEL, "pos": floats(5, 4), "project": floats(4, 6)},
-    [IDS],
-    "pos project",
-    change=with_noise,
-)
-def projected(p, ids, change=lambda w: w):
-    """Positions that a matrix projects."""
-    return net(p, p["emb"][ids] + change(p["pos"]) @ p["project"])
 
 
 @form("one sequence without a batch", {**MODEL, "pos": floats(5, 6)}, [IDS], batch=None)
@@ -953,12 +947,9 @@ def of_fixed_graph(p, y, features=lambda y: FEATURES):
     return jnp.sum((z @ p["out"] - y) ** 2)
 
 
-forms(MODEL, [], lambda p: model(p, np.arange(5)), {"data in a jit": (jax.jit,)})
-
-
-@answer("constants on both sides", {**NET, "square": floats(6, 6)}, [X], "square")
-def on_both_sides(p, x):
-    return net(p, x * jnp.tanh(ONES @ p["square"] @ np.ones((6, 6), np.float32)))
+forms(
+    MODEL, [], lambda p: model(p, np.arange(5)), {"data in a jit": (jax.jit, "emb w")}
+)
 
 
 @answer(
@@ -981,46 +972,23 @@ def picked_and_moved(p, x, ids):
     return jnp.sum(jnp.tanh(x * (ONES @ p["w"])[ids]) @ p["out"])
 
 
-@answer("resized rows", {**NET, "a": floats(4, 6), "b": floats(3, 6)}, [X], "a b")
+@answer(
+    "resized rows",
+    {**NET, "a": floats(4, 6), "b": floats(3, 6)},
+    [X],
+    "a",
+    b="elementwise",
+)
 def resized(p, x):
     """Positions that a constant matrix has resized, beside others."""
     places = jnp.concatenate([FEATURES[:4, :4] @ p["a"], p["b"]])
     return net(p, x + places[5] + places[:4].sum(0))
 
 
-@answer("positions and a matrix", PLACES, [floats(2, 5, 6)], pos="input")
-def added(p, x, by=jnp.add):
+@answer("positions and a matrix", PLACES, [floats(2, 5, 6)], "pos project")
+def added(p, x):
     """Activations and a product of two parameters: positions, and a matrix."""
-    h = by(jnp.tanh(x @ p["square"]), p["pos"] @ p["project"])
-    return net(p, h)
-
-
-answer("scales and a matrix", PLACES, [floats(2, 5, 6)], pos="input")(
-    partial(added, by=jnp.multiply)
-)
-
-
-@answer(
-    "waves beside functions of other parameters",
-    {**TWO, "codes": floats(5, 7), "f": floats(7, 8)},
-    [floats(5, 3)],
-    "w",
-    codes="input",
-)
-def of_codes(p, y):
-    """Waves on a constant grid, modulated."""
-    x = jnp.sin(ONES @ p["w"]) * jnp.tanh(p["codes"] @ p["f"])
-    return jnp.mean((jnp.tanh(x @ p["v"]) @ p["out"] - y) ** 2)
-
-
-@answer(
-    "queries before two matrices",
-    {"q": floats(5, 6), "b": floats(6, 7), "c": floats(7, 8), "out": floats(8, 3)},
-    [floats(5, 8)],
-    "q b c",
-)
-def before_two(p, x):
-    return jnp.sum((x * jnp.tanh(p["q"] @ p["b"] @ p["c"])) @ p["out"])
+    return net(p, jnp.tanh(x @ p["square"]) + p["pos"] @ p["project"])
 
 
 @answer(

@@ -210,22 +210,3 @@ def test_a_python_float_is_a_scalar_for_adamw():
         updates, _ = each.update(grads, each.init(params), params)
         assert updates["scale"] == -128
     assert len(jm.describe(tx, params).parameters) == 2
-
-
-def test_a_rule_leaves_what_is_certain():
-    """Adapters of each token; with data for a router, a product may sum over them."""
-
-    def loss(params, x, w):
-        gates = jax.nn.softmax(x @ params["router"])
-        low = jnp.einsum("btd,edr->bter", x, params["a"]) * gates[..., None]
-        y = x @ w + jnp.einsum("bter,ero->bto", low, params["b"])
-        return jnp.sum(jax.nn.gelu(y) @ w)
-
-    shapes = {"router": (24, 4), "a": (4, 24, 3), "b": (4, 3, 24)}
-    params = {path: jax.ShapeDtypeStruct(x, "float32") for path, x in shapes.items()}
-    args = [jax.ShapeDtypeStruct(x, "float32") for x in ((2, 9, 24), (24, 24))]
-    with pytest.raises(ValueError, match="of 3 parameters") as caught:
-        jm.find_matrices(params, loss, *args)
-    assert "'router':" in str(caught.value) and "'a':" not in str(caught.value)
-    found = jm.find_matrices(params, loss, *args, rules={"router": "adamw"})
-    assert found["a"].label == found["b"].label == "muon"

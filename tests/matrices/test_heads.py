@@ -243,7 +243,7 @@ def test_numbers_of_rules_with_heads_on_any_side(numbers):
 
     def loss(p, x):
         q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[n]) for n in "qkv")
-        return jnp.mean(jnp.tanh(flat(attend(q, k, v)) @ p["o"]) @ jnp.ones((WIDTH, 3)))
+        return jnp.mean(jnp.tanh(flat(attend(q, k, v)) @ p["o"]) ** 2)
 
     rules = {"q": MuonDimensionNumbers(*numbers)}
     x = floats(BATCH, TIME, WIDTH)

@@ -185,28 +185,6 @@ def accuracy_beside_the_loss(p, x, labels):
     return cross_entropy(logits, labels), metrics
 
 
-# --- members and stacks ---------------------------------------------------------------
-
-
-@program(
-    floats(BATCH, 16, 5),
-    floats(4, BATCH, 3),
-    c1=Leaf("iio", 3, 5, 8),
-    c2=Leaf("adamw", 4, 3, 4, 12),
-    c3=Leaf("biio", 4, 3, 12, 10),
-    out=Leaf("head", 4, 10, 3),
-)
-def members_with_groups_of_their_own(p, x, y):
-    """A stem for all, a grouped convolution and a plain one for each member."""
-    x = jax.nn.relu(conv(x, p["c1"]))
-
-    def member(c2, c3, out):
-        z = jax.nn.relu(conv(x, c2, 2))
-        return jax.nn.relu(conv(z, c3)).mean(1) @ out
-
-    return squared_error(jax.vmap(member)(p["c2"], p["c3"], p["out"]), y)
-
-
 # --- kernels mixed by data ------------------------------------------------------------
 
 

@@ -373,19 +373,3 @@ def image_by_its_coordinates(p, image):
     x = jnp.sin(30 * (grid @ p["w1"] + p["b1"]))
     x = jnp.sin(x @ p["w2"] + p["b2"])
     return squared_error((x @ p["w3"]).reshape(image.shape), image)
-
-
-@program(
-    floats(9, 64, 3),
-    codes=Leaf("adamw", 9, 6),
-    film={"0": Leaf("io", 6, 10), "1": Leaf("io", 10, WIDTH)},
-    w1=Leaf("io", 12, WIDTH),
-    w2=Leaf("head", WIDTH, 3),
-)
-def codes_scale_features_of_a_grid(p, images):
-    """Neither the codes nor the grid is data, and both go through matrices."""
-    angles = jnp.linspace(0, jnp.pi, 64)[:, None] * 2.0 ** jnp.arange(6)
-    waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
-    scales = jax.nn.relu(p["codes"] @ p["film"]["0"]) @ p["film"]["1"]
-    hidden = jax.nn.relu((waves @ p["w1"])[None] * (1 + scales[:, None]))
-    return squared_error(hidden @ p["w2"], images)

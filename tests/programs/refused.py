@@ -20,8 +20,8 @@ REFUSED: dict[str, tuple[set[str], dict[str, str]]] = {
     "triangular_and_low_rank_factors": ({"middle"}, {"middle": "io"}),
     "latent_attention_and_pooling": ({"queries"}, {"queries": "adamw"}),
     "gates_first_and_stacked_layers": (
-        {"router", "down"},
-        {"down": "bio", "router": "io"},
+        {"router", "down", "up"},
+        {"down": "bio", "router": "io", "up": "bio"},
     ),
     "sampled_rows_of_the_head": ({"filters"}, {"filters": "adamw"}),
     "a_memory_that_data_rewrites": ({"memory"}, {"memory": "adamw"}),
@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[set[str], dict[str, str]]] = {
         {"branches/1", "branches/0", "of_kinds"},
         {"branches/0": "io", "branches/1": "io", "of_kinds": "bio"},
     ),
-    "codes_scale_features_of_a_grid": ({"w1"}, {"w1": "io"}),
+    "image_by_its_coordinates": ({"w1"}, {"w1": "io"}),
     "glow": ({"mix/1", "mix/0"}, {"mix/0": "io", "mix/1": "io"}),
     "orthogonal_and_inverted_matrices": (
         {"blocks", "back", "flow", "skew"},
@@ -38,4 +38,18 @@ REFUSED: dict[str, tuple[set[str], dict[str, str]]] = {
     ),
     "deep_kernel_with_inducing_points": ({"inducing"}, {"inducing": "adamw"}),
     "forces_by_kinds": ({"net/w2"}, {"net/w2": "io"}),
+    "multi_gate_experts_of_several_tasks": ({"experts"}, {"experts": "bio"}),
+    "queries_and_hidden_units_make_gates": ({"experts"}, {"experts": "bio"}),
+    "object_queries_of_one_image": (
+        {"queries", *(f"layers/0/itself/{name}" for name in "qkv")},
+        {"queries": "adamw"},
+    ),
+    "projected_positions_and_a_condition": (
+        {"positions", "project"},
+        {"positions": "adamw"},
+    ),
+    "views_with_stems_and_a_kernel_resized": (
+        {"stems", "patch"},
+        {"stems": "biiio", "patch": "iiio"},
+    ),
 }
