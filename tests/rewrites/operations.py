@@ -429,6 +429,49 @@ register_rules(
     },
 )
 
+# --- one more operation ---------------------------------------------------------------
+
+
+def after(primitives, function):
+    """A rewrite in which `function` takes the results of these primitives."""
+
+    def rule(eqn, *values):
+        if not is_float(eqn.outvars[0].aval) or not eqn.outvars[0].aval.ndim:
+            return None
+        with eqn.ctx.manager:
+            params = eqn.primitive.get_bind_params(eqn.params)
+            return function(eqn.primitive.bind(*values, **params))
+
+    return of_operations(**dict.fromkeys(primitives, rule))
+
+
+def dropout_of_nothing(x):
+    return jnp.where(jax.random.bernoulli(jax.random.key(0), 1.0, x.shape), x, 0)
+
+
+def no_noise(x):
+    return x + 0 * jax.random.normal(jax.random.key(0), x.shape, x.dtype)
+
+
+PLACES = {
+    "products": ("dot_general", "conv_general_dilated", "ragged_dot_general"),
+    "gates": ("exp", "logistic"),
+    "sums": ("add",),
+    "elements": ("mul", "div"),
+}
+INSERTED = {
+    "dropout": dropout_of_nothing,
+    "noise": no_noise,
+    "a gain": lambda x: x * jnp.ones(x.shape[-1:], x.dtype),
+    "a clip": lambda x: jnp.clip(x, -1e9, 1e9),
+}
+for place, primitives in PLACES.items():
+    changes = {
+        f"{name} after {place}": after(primitives, function)
+        for name, function in INSERTED.items()
+    }
+    register("inserted", changes)
+
 # --- control flow ---------------------------------------------------------------------
 
 
