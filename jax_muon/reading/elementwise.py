@@ -35,9 +35,7 @@ _OF_GATES = {"mul", "div", "sub", "max", "min", "select_n", "add"}
 
 
 @rule(ELEMENTWISE, "reduce", "reduce_window")  # with bodies for two elements
-def _elementwise(
-    trace: Trace, eqn: JaxprEqn, values: list[Value]
-) -> Value | list[Value]:
+def _elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """An operation on each element; or one without a rule."""
     name, shapes = eqn.primitive.name, [shape_of(x) for x in eqn.outvars]
     shape, given = shapes[0] if shapes else (), [*map(shape_of, eqn.invars)]
@@ -50,7 +48,7 @@ def _elementwise(
         result = elementwise(trace, eqn, name, values, shape)
         if name == "mul" and all(x.data for x in values) and shape not in given:
             result = replace(result, gate=v.MIXED)  # x[:, None] * gates[..., None]
-        return result
+        return [result] * len(shapes)
     return trace.opaque(eqn, values, f"it goes into {name}")
 
 
