@@ -132,10 +132,9 @@ def _like_data(trace: Trace, product: Product, pair: Sequence[Value]) -> list[in
         elif not (shared or value.covers(sizes)) and product.free[i]:  # repeated
             trace.use(value.leaves, "input", product.eqn)
             like.append(i)
-    for i in like if len(like) == 1 else ():
-        many = [x for x in pair[1 - i].leaves if len(trace.wide(x)) > 2]
-        if not product.free[i]:  # numbers (3,) times (3, 24, 40)
-            trace.doubt(many, "learned numbers mix its parts", product.eqn)
+    if len(like) == 1 and not product.free[like[0]]:  # numbers (3,) times (3, 24, 40)
+        many = [x for x in pair[1 - like[0]].leaves if len(trace.wide(x)) > 2]
+        trace.doubt(many, "learned numbers mix its parts", product.eqn)
     return like
 
 
@@ -257,11 +256,9 @@ def _of_data(trace: Trace, product: Product, pair: Sequence[Value]) -> Value:
             _doubt_order(trace, eqn, use, axes_in(parts, contract))
         note_sums(trace, eqn, value, product.moved(i, value, v.SUMMED))
         if is_forward and value.gate == v.SOFT:
-            uses = [
-                x.path
-                for x, parts in value.sources.items()
-                if axes_in(parts, product.free[i]) and not axes_in(parts, contract)
-            ]
+            of = value.sources.items()
+            left = [(x.path, p) for x, p in of if axes_in(p, product.free[i])]
+            uses = [x for x, p in left if not axes_in(p, contract)]
             why = "a softmax of its products weighs data, as for learned queries,"
             trace.doubt(uses, why, eqn)
     pair = [trace.as_data(x, eqn) if x.leaves else x for x in pair]
@@ -270,13 +267,12 @@ def _of_data(trace: Trace, product: Product, pair: Sequence[Value]) -> Value:
         attention.note_attention(trace.facts.attention, product, pair, trace.calls)
         scores = attention.scores_of(trace.facts.attention, product, pair)
     result = replace(v.joined(pair).bare(product.shape), scores=scores, given=False)
-    are_data = all(x.data for x in pair)
     for i, value in enumerate(pair):
         if not pair[1 - i].data:
             made = {x: _mixed(product, i, of) for x, of in value.sources.items()}
             result = replace(result, sources={**result.sources, **made})
-    if are_data:  # gates of a one-hot and the values of a top-k are still chosen
-        chosen = pair[0].chosen & pair[1].chosen
+    if all(x.data for x in pair):
+        chosen = pair[0].chosen & pair[1].chosen  # of a one-hot and a top-k's values
         result = replace(result, gate="", chosen=chosen)
     return result
 
