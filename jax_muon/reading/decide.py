@@ -36,12 +36,11 @@ def parameter(
     label, role, reason, axes = answer or _by_products(path, shape, trace, uses)
     is_vector = m.not_a_matrix(shape, leaf.dtype) or sum(n > 1 for n in shape) < 2
     if label == MUON and is_vector:
-        label, role, axes = ADAMW, "vector", None
+        label, role = ADAMW, "vector"
     elif label == MUON and axes and "router" in trees.words(path):
         role, axes = "unknown", None
-        reason = (
-            f"its name says a router, but no top-k of its outputs shows it; {reason}"
-        )
+        why = "its name says a router, but no top-k of its outputs shows it"
+        reason = f"{why}; {reason}"
     axes = None if is_vector else axes
     doubt = reason if label == MUON and axes is None else None
     scans = {a: x for (p, a), x in trace.scans.items() if p == path}
@@ -149,10 +148,8 @@ def _stack(axes: MatrixAxes, products: Sequence[Use], trace: Trace) -> str:
         shape = trace.shapes[use.path]
         for axis in use.members & {*axes.batch} - use.axes(v.ROW):
             if not _is_batch(use, axis, shape[axis], trace):
-                both = [
-                    m.numbers_text(axes.reduction, x)
-                    for x in (axes.output, sorted((axis, *axes.output)))
-                ]
+                wide = sorted((axis, *axes.output))
+                both = [m.numbers_text(axes.reduction, x) for x in (axes.output, wide)]
                 return f"axis {axis} is a stack, {both[0]}, or outputs, {both[1]},"
     return ""
 
