@@ -47,11 +47,9 @@ def scores_of(notes: Notes, product: Any, pair: Sequence[Value]) -> dict[Scores,
     operands: list[frozenset[Use]] = []
     rows: list[Parts] = []
     for i, value in enumerate(pair):
-        places = [*product.batch[i], *product.free[i]]
-        uses = [
-            x for x, of in value.sources.items() if axes_in(of, product.contract[i])
-        ]
-        notes |= dict.fromkeys(_heads(uses, value, places, product.contract[i]))
+        places, contract = [*product.batch[i], *product.free[i]], product.contract[i]
+        uses = [x for x, of in value.sources.items() if axes_in(of, contract)]
+        notes |= dict.fromkeys(_heads(uses, value, places, contract))
         operands.append(frozenset(uses))
         sizes = enumerate(product.shapes[i])
         free = [((i, n),) if a in product.free[i] else () for a, n in sizes]
@@ -170,9 +168,7 @@ class Attention:
         for axis in output if self.roles else ():
             widths = self.widths(axis, shape[axis])
             for width in widths or [shape[axis]]:
-                own = [
-                    x for x in self.heads if x.axis == axis and width % x.number == 0
-                ]
+                own = [x for x in self.heads if (x.axis, width % x.number) == (axis, 0)]
                 own = [x for x in own if not widths or x.number * x.width == width]
                 found.append((axis, width, max((x.number for x in own), default=1)))
         return tuple(found)
