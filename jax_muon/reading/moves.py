@@ -159,9 +159,8 @@ def pick(
 
     emb[ids] is a table; ups[experts] may be matrices, if two axes or more are left.
     """
-    rows = value.leaves and all(
-        len(axes_in(x.parts)) < 2 for x in value.leaves.values()
-    )
+    views = value.leaves.values()
+    rows = views and all(len(axes_in(x.parts)) < 2 for x in views)
     by = [(use, is_sure and not rows) for use, is_sure in index.chosen]
     index = replace(index, chosen=frozenset(by))  # rows of a decoder, or of experts
     trace.routes(eqn, [index, replace(before, chosen=frozenset())])
@@ -171,7 +170,7 @@ def pick(
         gate = v.HOT if before.gate == v.HOT and not before.data else ""
         return replace(value, data=is_data, gate=gate, given=given, chosen=chosen)
     if before.went(v.INNER):
-        if sum(len(axes_in(of.parts)) for of in value.leaves.values()) > 1:
+        if sum(len(axes_in(of.parts)) for of in views) > 1:
             trace.lose(before.went(v.INNER), EITHER, eqn)
         value = trace.as_data(value, eqn)
     picked = {x: of for x, of in value.leaves.items() if of.went(v.PICKED)}
@@ -273,8 +272,7 @@ def _replaced(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         source = dict(zip(kept, numbers.update_window_dims, strict=True))
     updates = updates.moved(lambda parts: v.placed(parts, source, shape))
     result = v.joined([array, index.bare(shape), updates])
-    chosen = index.chosen | updates.chosen
-    return replace(result, leaves=array.leaves, chosen=chosen)
+    return replace(result, leaves=array.leaves, chosen=index.chosen | updates.chosen)
 
 
 # --- reductions -----------------------------------------------------------------------
