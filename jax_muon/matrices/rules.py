@@ -204,12 +204,11 @@ def _applying(parameter: Parameter, rules: dict[str, Rule]) -> dict[str, Rule]:
     path, problem = parameter.path, not_a_matrix(parameter.shape, parameter.dtype)
     if parameter.axes is None and (problem or parameter.role == "vector"):
         is_row = parameter.reason == ONE_ROW
-        passed = {
-            x
+        rules = {
+            x: value
             for x, value in rules.items()
-            if x != path and (value == MUON if is_row else _means_matrices(value))
+            if x == path or not (value == MUON if is_row else _means_matrices(value))
         }
-        rules = {x: value for x, value in rules.items() if x not in passed}
     return rules
 
 
@@ -228,8 +227,7 @@ def _ruled(parameter: Parameter, rules: Mapping[str, Rule]) -> Parameter:
     is_named = bool(numbers) and _names(numbers[0], path)
     is_row = bool(numbers) and parameter.reason == ONE_ROW
     label = MUON if is_named or is_row else parameter.label
-    if labels:
-        label = rules[labels[0]] or ADAMW
+    label = (rules[labels[0]] or ADAMW) if labels else label
     if label == ADAMW and is_named:
         raise ValueError(
             f"rules give parameter {path!r} of shape {shape} the label {label!r} and "
