@@ -62,12 +62,10 @@ def _read(
     uses: dict[str, list[Use]] = {path: [] for path in shapes}
     for use in trace.facts.uses.values():
         uses[use.path].append(use)
-    read = [
-        decide.parameter(
-            path, x, trace, uses[path], any(trees.matches(y, path) for y in splits)
-        )
-        for path, x in leaves
-    ]
+    read = []
+    for path, x in leaves:
+        is_split = any(trees.matches(y, path) for y in splits)
+        read.append(decide.parameter(path, x, trace, uses[path], is_split))
     return decide.with_agreeing_layers(read, uses)
 
 
