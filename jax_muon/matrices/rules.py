@@ -68,9 +68,8 @@ def apply_rules(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Para
                 f"of these: {', '.join(map(_in_words, by_path))}"
             )
         # {"*": "muon", "head": "adamw"}: head gets its label from "*".
-        others = [
-            x for x in deciding[where] if (values[x] or ADAMW) != (value or ADAMW)
-        ]
+        label = value or ADAMW
+        others = [x for x in deciding[where] if (values[x] or ADAMW) != label]
         if others and where not in deciding[where]:
             raise ValueError(
                 f"rules at {where!r}: {value} never applies, since the rule at "
@@ -124,9 +123,8 @@ def warn_of_labels(parameters: Collection[Parameter], tree: PyTree) -> None:
     Of (8, 64) that only "*" made a matrix, which learned positions may be, and of an
     `equinox.Module`, whose weights are (out, in).
     """
-    labelled = [x for x in parameters if x.reason.startswith(_IN_OUT)]
-    labelled = [x for x in labelled if x.label == MUON]
-    if paths := ", ".join(x.path for x in labelled if x.reason == _BY_STAR):
+    found = [x for x in parameters if x.label == MUON and x.reason.startswith(_IN_OUT)]
+    if paths := ", ".join(x.path for x in found if x.reason == _BY_STAR):
         warnings.warn(
             f"only the pattern '*' makes matrices (in, out) of {paths}. Positions, "
             "embeddings and heads may be among them: "
@@ -135,10 +133,10 @@ def warn_of_labels(parameters: Collection[Parameter], tree: PyTree) -> None:
             stacklevel=3,
         )
     equinox = sys.modules.get("equinox")
-    if labelled and equinox and _has(equinox.Module, tree):
+    if found and equinox and _has(equinox.Module, tree):
         warnings.warn(
             f"the label {MUON!r} means (in, out), and the layers of an equinox.Module "
-            f"have weights (out, in): {', '.join(x.path for x in labelled)}; use "
+            f"have weights (out, in): {', '.join(x.path for x in found)}; use "
             "jax_muon.find_matrices(model, loss_fn, batch), which reads the loss, or "
             "optax.contrib.MuonDimensionNumbers(1, 0) under their full paths",
             stacklevel=3,
