@@ -242,10 +242,9 @@ def together(
 
 def _covers(value: Value, axis: int) -> bool:
     """Whether each axis but this one is some leaf's."""
-    for view in value.leaves.values():
-        sizes = [max((n for _, n in of), default=1) for of in view.parts]
-        return value.covers([1 if a == axis else n for a, n in enumerate(sizes)])
-    return False
+    view = next(iter(value.leaves.values()))
+    sizes = [max((n for _, n in of), default=1) for of in view.parts]
+    return value.covers([1 if a == axis else n for a, n in enumerate(sizes)])
 
 
 @rule("dynamic_update_slice", "scatter", "scatter-add", "scatter-sub")
