@@ -56,26 +56,8 @@ def _read(
     splits: Collection[str],
     like_data: Collection[str],
 ) -> list[Parameter]:
-    """How a traced function uses each of these leaves."""
+    """How a traced function, whose last inputs are `constants`, uses these leaves."""
     shapes = {path: tuple(x.shape) for path, x in leaves}
-    trace = follow(jaxpr, constants, shapes, like_data)
-    uses: dict[str, list[Use]] = {path: [] for path in shapes}
-    for use in trace.facts.uses.values():
-        uses[use.path].append(use)
-    read = []
-    for path, x in leaves:
-        is_split = any(trees.matches(y, path) for y in splits)
-        read.append(decide.parameter(path, x, trace, uses[path], is_split))
-    return decide.with_agreeing_layers(read, uses)
-
-
-def follow(
-    jaxpr: Jaxpr,
-    constants: Sequence[Array],
-    shapes: dict[str, tuple[int, ...]],
-    like_data: Collection[str] = (),
-) -> Trace:
-    """The uses of every parameter in a function, whose last inputs are `constants`."""
     given = jaxpr.invars[len(shapes) :]
     count = len(given) - len(constants)
     # Without arrays among its arguments, but keys, a function closes over its data.
@@ -85,14 +67,21 @@ def follow(
     trace, own = Trace(shapes, like_data), []
     for path, shape in shapes.items():
         parts = tuple(((a, n),) if n > 1 else () for a, n in enumerate(shape))
-        leaves = {} if path in like_data else {path: View(parts)}
-        own.append(Value(not leaves, given=not leaves, leaves=leaves))
+        views = {} if path in like_data else {path: View(parts)}
+        own.append(Value(not views, given=not views, leaves=views))
     for value in trace.run(jaxpr, [*own, *others]):
         trace.reached |= {x.path for x in value.sources}
         for leaf, view in value.leaves.items() if jaxpr.eqns else ():
             kind = "factor" if view.went(v.INNER) else "elementwise"
             trace.use({leaf: view}, kind, jaxpr.eqns[-1])
-    return trace
+    uses: dict[str, list[Use]] = {path: [] for path in shapes}
+    for use in trace.facts.uses.values():
+        uses[use.path].append(use)
+    read = []
+    for path, x in leaves:
+        is_split = any(trees.matches(y, path) for y in splits)
+        read.append(decide.parameter(path, x, trace, uses[path], is_split))
+    return decide.with_agreeing_layers(read, uses)
 
 
 def _traced(
