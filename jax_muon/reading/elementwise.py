@@ -113,6 +113,7 @@ def elementwise(
         of_both = {(x, False) for x in both if axes_in(result.sources[x])}
         result = replace(result, chosen=result.chosen | of_both)
     if name == "mul":
+        _note_gates(trace, values)
         attention.note_multiplied(trace.facts.attention, values)
     scaled = {**result.scaled, **scaled} if name in LINEAR else {}
     leaves = _leaves(trace, eqn, name, values)
@@ -195,6 +196,18 @@ def _scaled(values: Sequence[Value]) -> dict[tuple[str, bool], Parts]:
                 for a, x in enumerate(view.parts)
             )
     return scaled
+
+
+def _note_gates(trace: Trace, values: Sequence[Value]) -> None:
+    """Note outputs (tokens, experts, out) that others (tokens, experts) multiply."""
+    for value, gates in (values, values[::-1]):
+        of_gates = [x for of in gates.sources.values() for x in enumerate(of)]
+        met = {place for place, of_axis in of_gates if axes_in([of_axis])}
+        are_gates = value.gate and not gates.gate  # whose own outputs are a batch
+        for use, parts in value.sources.items() if not are_gates else ():
+            inside = axes_in(parts, met)
+            if axes_in(parts) - inside and use not in gates.sources:
+                trace.facts.gated |= dict.fromkeys((use, axis) for axis in inside)
 
 
 def _note_distances(trace: Trace, eqn: JaxprEqn, value: Value) -> None:

@@ -57,8 +57,8 @@ def _repeat(
 ) -> tuple[list[Value], list[Value]]:
     """The carry and the other results of a loop, after as many turns as change them."""
     facts, first = trace.facts, carry
-    # h = tanh(x @ w + h @ u) from zeros on: in the first turn h @ u is of a leaf and a
-    # constant. In the second h is data, and in the third nothing changes.
+    # h = tanh(x @ w + h @ u) from zeros on: in the first turn only constants meet u. In
+    # the second h is data, and in the third nothing changes.
     for _ in range(len(carry) + 2):  # a fact may take a turn for each part of it
         trace.facts = facts.copy()  # first turns may see zeros instead of data
         results = trace.call(eqn, body, [*constants, *carry, *rows])

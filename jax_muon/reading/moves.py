@@ -299,7 +299,8 @@ def note_sums(trace: Trace, eqn: JaxprEqn, before: Value, after: Value) -> None:
         left = axes_in(after.sources.get(use, ()))
         outputs = left & use.axes(v.OUT)  # of experts (tokens, experts, out)
         for axis in (axes_in(parts) - left) & use.axes(v.OUT) if outputs else ():
-            if axis < min(outputs) and (use, axis) not in trace.facts.batched:
+            is_before = axis < min(outputs) or (use, axis) in trace.facts.gated
+            if is_before and (use, axis) not in trace.facts.batched:
                 trace.doubt([use.path], "a sum goes over some of its outputs", eqn)
     for leaf, view in before.leaves.items():  # beside data, or times constants
         left = axes_in(after.leaves[leaf].parts) if leaf in after.leaves else {0}

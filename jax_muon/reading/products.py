@@ -1,7 +1,7 @@
 """Follow parameters through products: contractions and convolutions.
 
 A product of a leaf with an activation is the use that makes it a matrix. One of two
-leaves, or of a leaf and a constant, is followed on.
+leaves, or of a leaf and a vector of constants, is followed on.
 """
 
 from collections.abc import Sequence
@@ -65,8 +65,8 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         trace.routes(eqn, values)
     is_backward = trace.is_backward(eqn)
     is_outer = is_backward and all(product.free)  # the gradient of y @ vector
-    # Five cases: of elements; of two leaves; of no leaf; of a leaf and a constant; and,
-    # last, of a leaf and data, which makes it a matrix.
+    # Four cases: of elements; of two leaves; of no leaf; and, last, of a leaf and what
+    # is none, which makes it a matrix if that is data.
     if not any(contract) and not is_outer:  # of elements: einsum("io,o->io", w, scale)
         both = [product.moved(i, x, v.SUMMED) for i, x in enumerate(pair)]
         result = elementwise(trace, eqn, "mul", both, product.shape)
@@ -85,8 +85,10 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     weight, other = pair[i], pair[1 - i]
     is_constant = not other.data and not is_backward
     if is_constant:
-        if all(product.shapes[1 - i][a] == 1 for a in product.free[1 - i]):
-            return product.moved(i, weight, v.SUMMED)  # a sum of its rows
+        if not product.free[1 - i]:
+            return product.moved(i, weight, v.SUMMED)  # a weighted sum of its rows
+        if weight.data:  # numbers @ (x + positions)
+            return _of_data(trace, product, pair)
     elif not is_backward:
         _note_added(trace, eqn, other, weight)
     other = trace.as_data(other, eqn)
@@ -180,6 +182,8 @@ def _of_weight(
 ) -> Value:
     """A product of leaves, operand i, and an activation: the use that makes matrices.
 
+    Or one with constants, after which the leaves are used and no matrices yet.
+
     x (2, 16, 24) @ w (24, 40): axis 0 of w is in, axis 1 out. Experts w (5, 24, 40)
     have a batch, axis 0. Backwards, g (2, 16, 40) @ w.T contracts the outputs.
     """
@@ -202,7 +206,8 @@ def _of_weight(
         for place, at in zip(met, contract, strict=True):
             summed = axes_in(parts, [place])
             _doubt_order(trace, eqn, before, summed)
-            if summed & before.members:  # experts (tokens, experts, 40)
+            gated = {a for use, a in trace.facts.gated if use is before}
+            if summed & (before.members | gated):  # experts (tokens, experts, 40)
                 of = weight.leaves.items()
                 met_by = [x for x, view in of if axes_in(view.parts, [at])]
                 why = "a product may sum over several matrices of it"
@@ -253,12 +258,15 @@ def _of_data(trace: Trace, product: Product, pair: Sequence[Value]) -> Value:
             _take_outputs(trace, product, i, value, other)
             _doubt_scaled(trace, eqn, value, contract, product.free[i])
         for use, parts in value.sources.items() if is_forward else ():
-            _doubt_order(trace, eqn, use, axes_in(parts, contract))
+            inside, left = axes_in(parts, contract), axes_in(parts, product.free[i])
+            _doubt_order(trace, eqn, use, inside)
+            if left and other.gate and not other.scores:
+                trace.facts.gated |= dict.fromkeys((use, a) for a in inside)
         note_sums(trace, eqn, value, product.moved(i, value, v.SUMMED))
         if is_forward and value.gate == v.SOFT:
             of = value.sources.items()
-            left = [(x.path, p) for x, p in of if axes_in(p, product.free[i])]
-            uses = [x for x, p in left if not axes_in(p, contract)]
+            rows = [(x.path, p) for x, p in of if axes_in(p, product.free[i])]
+            uses = [x for x, p in rows if not axes_in(p, contract)]
             why = "a softmax of its products weighs data, as for learned queries,"
             trace.doubt(uses, why, eqn)
     pair = [trace.as_data(x, eqn) if x.leaves else x for x in pair]
@@ -281,8 +289,8 @@ def _take_outputs(
     trace: Trace, product: Product, i: int, value: Value, other: Value
 ) -> None:
     """Note that data or a constant takes the outputs in operand i, or weighs them."""
-    free, of = product.free[1 - i], value.sources.items()
-    batch = [a for a in product.batch[i] if product.shapes[i][a] > 1]
+    free, batch = product.free[1 - i], product.batch[i]
+    of = value.sources.items()
     # Constants (4, 6, 8) for each of 4 heads (2, 4, 6), but none for each sample.
     heads = {a for _, parts in of for a in batch if axes_in(parts, [a])}
     is_matrix = free and heads == {*batch}
@@ -362,7 +370,8 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             sides[a], kind = v.OUT, "transposed"
     sources: dict[Use, Parts] = {}
     for leaf, view in kernel.leaves.items():
-        # Of 5 members (5, 3, 3, 24, 40) vmap makes 5 groups of (3, 3, 24, 200).
+        # Of 5 members (5, 3, 3, 24, 40) vmap makes 5 groups of (3, 3, 24, 200), and
+        # nothing tells these from groups of a kernel for all.
         if groups > 1 and len(view.parts[out]) > 1:
             trace.doubt([leaf], "its groups may be members of vmap", eqn)
         kind = "grouped" if groups > 1 else kind

@@ -46,6 +46,7 @@ class Facts:
     doubts: dict[str, str] = field(default_factory=dict)  # ambiguous leaves: why
     routers: dict[Use, None] = field(default_factory=dict)  # a top-k routes by them
     batched: dict[tuple[Use, int], None] = field(default_factory=dict)  # members
+    gated: dict[tuple[Use, int], None] = field(default_factory=dict)  # axes of gates
     weighed: dict[str, None] = field(default_factory=dict)  # by a vector, and summed
     attention: dict[Any, None] = field(default_factory=dict)  # see attention.py
 

@@ -216,14 +216,6 @@ def before_numbers(_):
     return new
 
 
-def before_one_of_a_batch(_):
-    def new(p, x):
-        y, frozen = jnp.tanh(x @ p["w"]) @ p["out"], np.ones((1, 3, 7), np.float32)
-        return jnp.sum(jnp.einsum("nti,nio->nto", y[None], frozen))
-
-    return new
-
-
 def in_windows_of_one(_):
     """A function of two elements, whose body is for scalars."""
 
@@ -246,7 +238,6 @@ forms(
         "in windows of one": (in_windows_of_one,),
         "a matrix of numbers": (before_numbers, "out"),
         "a frozen matrix in a jit": (jax.jit,),
-        "a batch of one frozen matrix": (before_one_of_a_batch,),
     },
 )
 forms(
@@ -621,6 +612,29 @@ forms(
         ),
     },
 )
+
+
+ANY = {"gate": floats(6, 4), "w": floats(6, 8, 4), "out": floats(8, 3)}
+BETWEEN = {"gate": floats(6, 4), "w": floats(6, 4, 8), "down": floats(4, 8, 6), **OUT}
+
+
+@answer("experts along the last axis", ANY, [X], "w")
+def last_experts(p, x):
+    y = jnp.einsum("ti,ioe->toe", x, p["w"])
+    y = jnp.einsum("toe,te->to", y, jax.nn.softmax(x @ p["gate"]))
+    return jnp.sum(jnp.tanh(y) @ p["out"])
+
+
+@answer("experts between the axes", BETWEEN, [X], "w down")
+def experts_between(p, x):
+    y = jnp.einsum("ti,ieo->teo", x, p["w"]) * jax.nn.softmax(x @ p["gate"])[..., None]
+    y = jnp.einsum("teo,eoi->ti", jnp.tanh(y), p["down"])
+    return jnp.sum(jnp.tanh(y) @ p["out"])
+
+
+@answer("a row of constants", {"table": floats(8, 6), **OUT}, [X], "table")
+def of_one_row(p, x):
+    return jnp.sum(jnp.tanh(x + ONES[:1, :4].repeat(2, 1) @ p["table"]) @ p["out"])
 
 
 @answer("inputs times gates", EXPERTS, [X], "w")

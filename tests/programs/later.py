@@ -1,8 +1,8 @@
 """What shows only later whether a parameter is a matrix, and along which axes.
 
 Of two parameters that multiply each other both are matrices, or one of them is like
-data. Data may reach a product only after several turns of a loop, gates only after they
-have multiplied something else, and keys after another product.
+data. Data may reach a product only after several turns of a loop, and keys after
+another product.
 """
 
 import jax
