@@ -162,12 +162,12 @@ def _is_batch(use: Use, axis: int, size: int, trace: Trace) -> bool:
     if (use, axis) in trace.facts.batched:
         return True
     found = Attention(trace.noted, [use])
-    one_by_one = {(i, i + 1) for i in range(size)}
+    singles = [x for x in found.slices.get(axis, ()) if x[1] - x[0] == 1]
     # Of keys and values (2, heads, in, head) with two roles, the heads are known.
     are_heads = any((x.axis, x.number) == (axis, size) for x in found.heads)
     if found.roles and (found.role != "fused" or are_heads):
         return axis in use.members
-    return found.slices.get(axis, set()) >= one_by_one
+    return len(singles) >= size
 
 
 def _matrix_axes(use: Use, shape: Sequence[int], trace: Trace) -> MatrixAxes | str:

@@ -138,11 +138,9 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     trace.lose(beside, "constants pick elements of it and others", eqn)
     # Of w (8, 24, 40): w[3] is (24, 40), without axis 0; w[[1, 3]] is (2, 24, 40), with
     # it; and the first axis of w[[1, 3], [0, 2]] (2, 40) has both axes 0 and 1.
-    if not wide:  # w[3]
-        cut(trace, eqn, value, eqn.params["slice_sizes"], v.INDEX)
-        of = value.sources.items()
-        some = [x.path for x, at in of if axes_in(at, indexed) & x.axes(v.OUT)]
-        trace.doubt(some, "a number takes some of its outputs", eqn)
+    if not wide:  # w[3], by a number that is not known here: other than all others
+        starts = [hash(tuple(map(id, (*trace.calls, eqn))))] * len(old)
+        cut(trace, eqn, value, eqn.params["slice_sizes"], v.INDEX, starts)
 
     def taken(parts: Parts) -> Parts:  # where several axes are mixed, all have all
         mixed = tuple((axis, 1) for axis in axes_in(parts, indexed))

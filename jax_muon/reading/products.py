@@ -308,10 +308,12 @@ def _doubt_scaled(
 ) -> None:
     """Doubt matrices that data scaled for each sample, as the styles of a StyleGAN.
 
-    w (3, 24, 40) * styles (2, 1, 24, 1) is a kernel for each of two images.
+    w (3, 24, 40) * styles (2, 1, 24, 1) is a kernel for each of two images. Queries
+    (2, 16, 4, 8) * gains (4, 8) are none: 16 is no axis of the gains.
     """
     for (leaf, _), parts in value.scaled.items():
-        if _is_kernel(parts, inside, outside):
+        are_own = all(axes_in([parts[a]]) or not parts[a] for a in outside)
+        if are_own and _is_kernel(parts, inside, outside):
             trace.doubt([leaf], "data scales its elements for each sample", eqn)
 
 

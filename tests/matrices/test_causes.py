@@ -818,7 +818,6 @@ def gated_attention(p, x, divide_first=True):
     "parts taken",
     {"qkv": floats(6, 3, 6), **OUT},
     [X],
-    "qkv",
     part=lambda y, i: jnp.take(y, i, 0),
 )
 def fused(p, x, part=lambda y, i: y[i]):
