@@ -267,7 +267,9 @@ def _replaced(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         rows = *numbers.inserted_window_dims, *numbers.operand_batching_dims
         kept = [a for a in source if a not in rows]
         source = dict(zip(kept, numbers.update_window_dims, strict=True))
+    before = updates
     updates = updates.moved(lambda parts: v.placed(parts, source, shape))
+    note_sums(trace, eqn, before, updates)
     result = v.joined([array, index.bare(shape), updates])
     return replace(result, leaves=array.leaves, chosen=index.chosen | updates.chosen)
 

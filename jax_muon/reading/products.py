@@ -102,7 +102,7 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 def _note_added(trace: Trace, eqn: JaxprEqn, data: Value, weight: Value) -> None:
     """Note leaves that were added to data: tokens beside x, or positions, are like it.
 
-    Under a mask, or times data, one may be a matrix that makes data.
+    Under a mask, times data or beside noise, one may be a matrix that makes data.
     """
     for leaf, view in data.leaves.items():
         if view.went(v.PICKED, v.INNER) or len(axes_in(view.parts)) < 2:
@@ -206,8 +206,9 @@ def _of_weight(
         for place, at in zip(met, contract, strict=True):
             summed = axes_in(parts, [place])
             _doubt_order(trace, eqn, before, summed)
-            gated = {a for use, a in trace.facts.gated if use is before}
-            if summed & (before.members | gated):  # experts (tokens, experts, 40)
+            # Experts (tokens, experts, 40), of (experts, in, 40) or with gates.
+            gated = {a for a in summed if (before, a) in trace.facts.gated}
+            if gated or summed & before.members:
                 of = weight.leaves.items()
                 met_by = [x for x, view in of if axes_in(view.parts, [at])]
                 why = "a product may sum over several matrices of it"

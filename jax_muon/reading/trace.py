@@ -47,7 +47,7 @@ class Facts:
     routers: dict[Use, None] = field(default_factory=dict)  # a top-k routes by them
     batched: dict[tuple[Use, int], None] = field(default_factory=dict)  # members
     gated: dict[tuple[Use, int], None] = field(default_factory=dict)  # axes of gates
-    weighed: dict[str, None] = field(default_factory=dict)  # by a vector, and summed
+    weighed: dict[str, None] = field(default_factory=dict)  # see `weigh`
     attention: dict[Any, None] = field(default_factory=dict)  # see attention.py
 
     def copy(self) -> "Facts":
@@ -217,7 +217,7 @@ class Trace:
                 self.taken.add(before)
 
     def weigh(self, value: Value, path: str) -> None:
-        """Note that a vector multiplies outputs of products, and a sum follows."""
+        """Note that a vector, or numbers of the loss, may take outputs of products."""
         for before in value.sources:
             if before.path != path:
                 self.facts.weighed[before.path] = None

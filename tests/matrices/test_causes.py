@@ -632,6 +632,16 @@ def experts_between(p, x):
     return jnp.sum(jnp.tanh(y) @ p["out"])
 
 
+SCATTERED = {name: BETWEEN[name] for name in ("gate", "w")} | {"out": floats(8, 3)}
+
+
+@answer("experts added by a scatter", SCATTERED, [X], "w")
+def scattered_experts(p, x):
+    y = jnp.einsum("ti,ieo->teo", x, p["w"]) * jax.nn.softmax(x @ p["gate"])[..., None]
+    y = jnp.zeros((5, 8)).at[np.repeat(np.arange(5), 4)].add(y.reshape(20, 8))
+    return jnp.sum(jnp.tanh(y) @ p["out"])
+
+
 @answer("a row of constants", {"table": floats(8, 6), **OUT}, [X], "table")
 def of_one_row(p, x):
     return jnp.sum(jnp.tanh(x + ONES[:1, :4].repeat(2, 1) @ p["table"]) @ p["out"])
