@@ -36,6 +36,7 @@ from tests.programs import (  # noqa: F401
     layers,
     models,
     products,
+    streams,
 )
 from tests.programs.parts import PROGRAMS
 

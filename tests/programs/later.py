@@ -20,7 +20,6 @@ from tests.programs.parts import (
     Leaf,
     attend,
     between,
-    conv,
     cross_entropy,
     floats,
     integers,
@@ -270,20 +269,6 @@ def branches_kinds_and_a_power_iteration(p, x, kinds, u):
     v = lax.stop_gradient(p["head"].T @ u)
     u = lax.stop_gradient(p["head"] @ v)
     return cross_entropy(jax.nn.relu(x) @ (p["head"] / (u @ p["head"] @ v)), kinds)
-
-
-@program(
-    floats(3, BATCH, 8, 8, 4),
-    integers(3, BATCH),
-    stems=Leaf("biiio", 3, 3, 3, 4, 6),
-    patch=Leaf("iiio", 5, 5, 6, WIDTH),
-    head=Leaf("head", WIDTH, 5),
-)
-def views_with_stems_and_a_kernel_resized(p, views, labels):
-    """Members have inputs of their own, although nothing later is a stack."""
-    x = jax.nn.relu(jax.vmap(conv)(views, p["stems"])).reshape(-1, 8, 8, 6)
-    x = conv(x, jax.image.resize(p["patch"], (3, 3, 6, WIDTH), "linear"))
-    return cross_entropy(jax.nn.relu(x).mean((1, 2)) @ p["head"], labels.reshape(-1))
 
 
 @program(

@@ -48,8 +48,4 @@ REFUSED: dict[str, tuple[set[str], dict[str, str]]] = {
         {"positions", "project"},
         {"positions": "adamw"},
     ),
-    "views_with_stems_and_a_kernel_resized": (
-        {"stems", "patch"},
-        {"stems": "biiio", "patch": "iiio"},
-    ),
 }
